@@ -30,9 +30,11 @@ from foundation.errors import ConfigError, DataError
 from foundation.records import json_text
 
 HASH_BLOCK_BYTES = 1 << 20
-LARGEST_READ_BYTES = 1 << 30  # of a file that is read at once
-LARGEST_DESCRIPTION_BYTES = 1 << 20  # of a small JSON file that came with a corpus
+LARGEST_READ_BYTES = 1 << 30  # of binary data that is read at once
+SMALL_FILE_BYTES = 1 << 20  # of a text or of JSON, unless its reader names another limit
+LARGEST_LIST_BYTES = 1 << 26  # of a list, such as that of 100,000 shards of MDS: 30 MB
 LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to
+TAIL_BYTES = 1 << 16  # of a log, read from its end
 YAML_SUFFIXES = (".yaml", ".yml")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # of `atomic_write`
@@ -131,7 +133,7 @@ def await_text(path: Path, seconds: float) -> str:
             raise TimeoutError(f"{path} was not written within {seconds:g} s")
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-    return path.read_text()
+    return read_text(path)
 
 
 def own_file(path: str | Path, flags: int) -> int:
@@ -308,7 +310,22 @@ def content_of(path: Path) -> Content:
     return Content(path.stat().st_size, sha256_of(path))
 
 
-def read_regular(path: Path, limit: int = LARGEST_READ_BYTES) -> bytes:
+def read_text(path: Path, limit: int = SMALL_FILE_BYTES) -> str:
+    """Return the UTF-8 text of a file; ValueError for another, and as `read_regular`."""
+    return read_regular(path, limit).decode()
+
+
+def end_of(path: Path, most: int = TAIL_BYTES) -> str:
+    """Return the end of a log, which may have any size; "" if there is no such file."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            return file.read(most).decode(errors="replace")
+    except (FileNotFoundError, ValueError):
+        return ""
+
+
+def read_regular(path: Path, limit: int) -> bytes:
     """Return the contents of a file that others may have written.
 
     ValueError if it is not a regular file or is larger than `limit`.
@@ -341,7 +358,7 @@ def open_regular(path: Path) -> BinaryIO:
     raise ValueError("it is a pipe, socket or device")
 
 
-def read_json(path: Path, limit: int = LARGEST_READ_BYTES) -> Any:
+def read_json(path: Path, limit: int = SMALL_FILE_BYTES) -> Any:
     """Return the value in a JSON file that others may have written.
 
     ValueError, with the reason, if it is anything else or has more bytes than `limit`: in memory it
@@ -353,20 +370,33 @@ def read_json(path: Path, limit: int = LARGEST_READ_BYTES) -> Any:
 def lines_of(path: Path, longest: int = LARGEST_LINE_BYTES, start: int = 0) -> Iterator[bytes]:
     """The lines, with their ends, of a file that others may have written; none without it.
 
-    One after the other, from the byte `start` on. DataError if it is not a regular file or a line
-    has more bytes than `longest`: a file of holes costs its author nothing.
+    One after the other, from the byte `start` on. The rest of a line after `longest` bytes is left
+    out. DataError if it is not a regular file.
     """
+    with contextlib.suppress(FileNotFoundError), open_appended(path) as file:
+        file.seek(start)
+        while line := file.readline(longest):
+            yield line
+            while len(line) == longest and not line.endswith(b"\n"):
+                _skip_hole(file)
+                line = file.readline(longest)
+
+
+def open_appended(path: Path) -> BinaryIO:
+    """Open a file that a run appends to; DataError if it is not a regular one."""
     try:
-        with open_regular(path) as file:
-            file.seek(start)
-            while line := file.readline(longest + 1):
-                if len(line) > longest:
-                    raise ValueError(f"a line has more than {longest:,} bytes")
-                yield line
-    except FileNotFoundError:
-        return
+        return open_regular(path)
     except ValueError as error:
-        raise DataError(f"{path} cannot be read ({error}); remove it") from None
+        raise DataError(f"{path} cannot be read ({error}); move it away") from None
+
+
+def _skip_hole(file: BinaryIO) -> None:
+    """Go on where a file has data again: a hole of terabytes costs its author nothing."""
+    try:
+        file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # nothing but a hole
+            file.seek(0, os.SEEK_END)
 
 
 def warn_of_lines(logger: logging.Logger, path: Path, what: str, numbers: Sequence[int]) -> None:

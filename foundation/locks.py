@@ -74,7 +74,8 @@ def is_locked_by(pid: int, path: Path) -> bool:
     would find it taken.
     """
     entry = re.compile(rf"FLOCK +ADVISORY +WRITE +{pid} \S+:{path.stat().st_ino} ")
-    return entry.search(Path("/proc/locks").read_text()) is not None
+    with open("/proc/locks") as table:
+        return any(entry.search(line) for line in table)
 
 
 def try_lock(file: IO) -> bool:

@@ -13,6 +13,7 @@ _BLOCK = re.compile(
     r"Traceback \(most recent call last\)|(Current )?[Tt]hread 0x\w+.*most recent call first"
     r"|Fatal Python"
 )
+_LONGEST = 4096  # characters of a line: the time of a search may grow with their square
 _TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # of each line of a traceback in a group of ranks
 # Errors in lines that are not ours: uncaught exceptions, NCCL, Slurm, shells, containers.
 _ERROR = re.compile(
@@ -25,9 +26,9 @@ _ERROR = re.compile(
 
 def error_lines(lines: Iterable[str]) -> Iterator[str]:
     """Whole tracebacks and stacks, lines logged as errors, and lines of others that look like
-    errors."""
+    errors. Of a long line, its start."""
     in_block = False
-    for raw in lines:
+    for raw in (line[:_LONGEST] for line in lines):
         level = LINE_START.match(raw)
         line = _TORCH_PREFIX.sub("", raw)
         if _BLOCK.search(line):

@@ -58,7 +58,12 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.vocabularies.vocabulary import UnencodableText
-from foundation.files import fsync_file, move, named_errors
+from foundation.files import (
+    fsync_file,
+    lines_of,
+    move,
+    named_errors,
+)
 from foundation.progress import Note, Report
 from foundation.records import json_text
 from foundation.settings import to_tree
@@ -171,7 +176,7 @@ def result_of(output: Path, was_finished: bool = False) -> BuildResult:
         if (output / split / MANIFEST_NAME).exists()
     }
     rejects = output / REJECTS_NAME
-    num_rejects = len(rejects.read_bytes().splitlines()) if rejects.exists() else 0
+    num_rejects = sum(1 for _ in lines_of(rejects))
     return BuildResult(manifests, num_rejects, was_finished)
 
 

@@ -52,7 +52,7 @@ from data_pipeline.vocabularies.vocabulary import (
     usual_end,
 )
 from foundation.errors import ConfigError, DataError
-from foundation.files import LARGEST_DESCRIPTION_BYTES, read_json
+from foundation.files import read_json
 from foundation.progress import Note, Report
 from foundation.settings import assert_never
 
@@ -112,7 +112,7 @@ def _of_hugging_face(path: Path, settings: TokenizerConfig) -> Tokenizer:
 
 def _companion(path: Path) -> Any:
     try:
-        return read_json(path, LARGEST_DESCRIPTION_BYTES) if path.exists() else None
+        return read_json(path) if path.exists() else None
     except ValueError as error:
         raise DataError(f"{path} cannot be read ({error}); set tokenizer.end_token") from None
 

@@ -306,7 +306,7 @@ def _tar_members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Callable[[],
                 if member.size < 0:
                     raise InvalidRecords(f"{member.name} has a size of {member.size}")
                 if not member.isdir():
-                    yield member, lambda member=member: archive.extractfile(member).read()  # type: ignore[misc,union-attr]
+                    yield member, partial(_contents_of, archive, member)
                 # tarfile would skip as much as the header says, also beyond the end of the file.
                 while (left := archive.offset - archive.fileobj.tell()) > 0:  # type: ignore[attr-defined]
                     if not archive.fileobj.read(min(left, BLOCK_BYTES)):  # type: ignore[union-attr]
@@ -319,8 +319,16 @@ def _tar_members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Callable[[],
                 if any(rest):
                     raise InvalidRecords("there is data after the end-of-archive marker")
                 rest = archive.fileobj.read(BLOCK_BYTES)  # type: ignore[union-attr]
+    except RecursionError:
+        raise InvalidRecords("its extended headers follow each other without end") from None
     except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
         raise InvalidRecords(str(error)) from None
+
+
+def _contents_of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    assert file is not None, "a link is not read"
+    return file.read(member.size)
 
 
 def _document_of_sample(sample: _Sample, config: CorpusConfig) -> Document | Reject:

@@ -26,7 +26,7 @@ from data_pipeline.corpora.lengths import files_of
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
 from foundation.errors import ConfigError, DataError, UserError
 from foundation.files import (
-    LARGEST_READ_BYTES,
+    LARGEST_LIST_BYTES,
     append_whole,
     fsync_file,
     lines_of,
@@ -84,7 +84,7 @@ class BuildJournal:
         # A kill may have cut the last line, and a power failure may have taken the last shards: all
         # from there on is built again.
         header, complete_bytes = None, 0
-        for line in lines_of(self._path, LARGEST_READ_BYTES):
+        for line in lines_of(self._path, LARGEST_LIST_BYTES):
             try:
                 record = parse_json(line)
             except ValueError:
@@ -234,7 +234,7 @@ def is_started(output: Path) -> bool:
 def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
     """Raise ConfigError unless the finished corpus in `output` was built by this recipe."""
     try:
-        found = read_json(output / RECIPE_NAME)
+        found = read_json(output / RECIPE_NAME, LARGEST_LIST_BYTES)
     except ValueError:
         found = None
     if found != recipe:

@@ -17,9 +17,11 @@ from typing import Any
 from data_pipeline.builder.formats import INDEX_SUFFIX, holds_records, without_compression
 from data_pipeline.config import SourceKind
 from foundation.errors import DataError
-from foundation.files import read_json
+from foundation.files import (
+    LARGEST_LIST_BYTES,
+    read_json,
+)
 
-LARGEST_LIST_BYTES = 1 << 26  # an MDS data set of 100,000 shards lists them in 30 MB
 MDS_INDEX = "index.json"
 MDS_COMPRESSIONS = ("", "zstd", "gz")
 MDS_FORMS = ("raw_data", "zip_data")  # of a shard; the folder has either

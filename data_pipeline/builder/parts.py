@@ -69,7 +69,13 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.shards.shards import read_index, renamed, shard_name, write_index
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError, DataError, UserError
-from foundation.files import fsync_directory, make_directory, move, write_text
+from foundation.files import (
+    atomic_write,
+    fsync_directory,
+    lines_of,
+    make_directory,
+    move,
+)
 from foundation.progress import Note, Report
 
 PART_NAMES = f"{5 * '[0-9]'}-of-{5 * '[0-9]'}"  # of their directories
@@ -235,16 +241,18 @@ def _merge_split(config: CorpusConfig, parts: list[Path], target: Path) -> None:
 
 
 def _merge_rejects(config: CorpusConfig, parts: list[Path]) -> None:
-    lists = [(part / REJECTS_NAME).read_text() for part in parts if (part / REJECTS_NAME).exists()]
-    count = sum(len(text.splitlines()) for text in lists)
+    paths = [part / REJECTS_NAME for part in parts if (part / REJECTS_NAME).exists()]
+    count = sum(1 for path in paths for _ in lines_of(path))
     if count > config.max_rejects:
         raise DataError(
             f"the parts have {count} unusable records, more than max_rejects={config.max_rejects}; "
             f"they are listed in {parts_directory(config)}/*/{REJECTS_NAME}: "
             "fix them or raise max_rejects"
         )
-    if lists:
-        write_text(config.output / REJECTS_NAME, "".join(lists))
+    if paths:
+        with atomic_write(config.output / REJECTS_NAME) as merged:
+            for path in paths:
+                merged.writelines(lines_of(path))
 
 
 def _remove_parts(config: CorpusConfig) -> None:

@@ -24,6 +24,7 @@ from foundation.settings import assert_never
 LONGEST_DOCUMENT_BYTES = 1 << 28  # longer records are rejected; several fit into a shard
 JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
 EMPTY = "empty"
+MOST_BESIDE_TEXT = 1 << 24  # of a record's JSON, outside of strings: parsed, it takes 30 times that
 REJECTS_NAME = "rejects.jsonl"
 TOKEN_BYTES = 4
 CUTS = ("\n\n", "\n", " ")  # ends of a paragraph, line and word: where to cut, best first
@@ -99,6 +100,8 @@ def document_of_bytes(
 
 def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -> Document | Reject:
     """Make a document from a JSON object with a text field; `name` is its id if it has none."""
+    if _has_much_beside_text(raw):
+        return Reject(source, f"more than {MOST_BESIDE_TEXT:,} bytes of JSON beside its texts")
     try:
         record = json.loads(raw.decode())
     except UnicodeDecodeError as error:
@@ -123,6 +126,17 @@ def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -
         return too_long(source)
     name = document_id(record.get(config.id_field), name)
     return Document(name, with_newlines(text, config), source)
+
+
+def _has_much_beside_text(raw: bytes) -> bool:
+    """Whether a record's JSON has more than MOST_BESIDE_TEXT bytes outside of strings."""
+    if len(raw) <= MOST_BESIDE_TEXT:
+        return False
+    raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # quotes begin and end strings then
+    strings = 8 * raw.count(b'"')  # each takes 60 bytes of host memory, and its characters
+    return strings > MOST_BESIDE_TEXT or (
+        strings + sum(map(len, raw.split(b'"')[::2])) > MOST_BESIDE_TEXT
+    )
 
 
 def document_of_tokens(

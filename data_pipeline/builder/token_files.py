@@ -41,7 +41,12 @@ from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_SHARD_BYTES, TOKEN_DTYPES, CorpusConfig
 from data_pipeline.shards.mds import InvalidShard, read_head
 from foundation.errors import ConfigError, DataError
-from foundation.files import named_errors, open_regular, read_regular
+from foundation.files import (
+    LARGEST_READ_BYTES,
+    named_errors,
+    open_regular,
+    read_regular,
+)
 
 # The head of an .idx: magic, version, code of the type, numbers of sequences and of documents + 1.
 HEAD = struct.Struct("<9sQBQQ")
@@ -75,6 +80,8 @@ def read_megatron(
     last = int((starts + dtype.itemsize * lengths.astype(np.int64)).max(initial=0))
     if last < tokens.nbytes:
         raise InvalidRecords(f"its index ends at byte {last:,}, the file at {tokens.nbytes:,}")
+    if (total := int(np.abs(lengths.astype(np.int64)).sum())) > len(tokens):
+        raise InvalidRecords(f"its index has {total:,} tokens, the file {len(tokens):,}")
     done = 0
     follow(lambda: done)
     for number in range(len(ends) - 1):
@@ -96,7 +103,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     Offsets are in bytes; document n has the sequences from ends[n] to before ends[n + 1].
     """
     try:
-        content = read_regular(path)
+        content = read_regular(path, LARGEST_READ_BYTES)
         magic, version, code, sequences, documents = HEAD.unpack_from(content)
         size = HEAD.size + 12 * sequences + 8 * documents
         if magic != MAGIC or version != VERSION or code not in INTEGERS or len(content) != size:

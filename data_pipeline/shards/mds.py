@@ -8,7 +8,6 @@ order of the names (id, tokens); the id in UTF-8; the tokens. The tokens: one by
 
 from __future__ import annotations
 
-import json
 import mmap
 import shutil
 from collections.abc import Callable, Sequence
@@ -18,7 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from foundation.files import fsync_file, move, named_errors, parse_json, write_json
+from foundation.files import (
+    LARGEST_LIST_BYTES,
+    fsync_file,
+    move,
+    named_errors,
+    parse_json,
+    read_json,
+    write_json,
+)
 
 SUFFIX = ".mds"
 Buffer = bytes | memoryview | mmap.mmap
@@ -62,7 +69,7 @@ def write_shard(
             writer.write({"id": document_id, "tokens": tokens})
         # Not as a context manager: that would write an index even after an exception.
         writer.finish()
-        (entry,) = json.loads((scratch / INDEX_NAME).read_bytes())["shards"]
+        (entry,) = read_json(scratch / INDEX_NAME)["shards"]
         written = scratch / entry["raw_data"]["basename"]
         fsync_file(written)
         move(written, path)
@@ -78,7 +85,7 @@ def write_index(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
 def read_index(directory: Path) -> list[dict[str, Any]]:
     """Return the entries of the index in `directory`; none if there is no index."""
     path = directory / INDEX_NAME
-    return json.loads(path.read_bytes())["shards"] if path.exists() else []
+    return read_json(path, LARGEST_LIST_BYTES)["shards"] if path.exists() else []
 
 
 def renamed(entry: dict[str, Any], name: str) -> dict[str, Any]:

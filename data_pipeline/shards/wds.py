@@ -128,6 +128,8 @@ def _find_headers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if not len(headers_H) or headers_H[0] or (next_H[:-1] != headers_H[1:]).any():
         chain = _follow(headers_H.tolist(), next_H.tolist())
         headers_H, sizes_H, next_H = headers_H[chain], sizes_H[chain], next_H[chain]
+    if (sizes_H < 0).any():
+        raise InvalidShard("a header has no size in octal digits")
     end = int(next_H[-1]) if len(next_H) else 0
     if end + 2 > len(blocks) or blocks[end:].any():
         raise InvalidShard(
@@ -144,7 +146,10 @@ def _find_headers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _follow(candidates: list[int], following: list[int]) -> list[int]:
-    """Return the indices of the candidates that can be reached from the first block."""
+    """Return the indices of the candidates that can be reached from the first block.
+
+    Each is followed by a later one.
+    """
     index_of = {block: index for index, block in enumerate(candidates)}
     chain, block = [], 0
     while block in index_of:
@@ -154,9 +159,10 @@ def _follow(candidates: list[int], following: list[int]) -> list[int]:
 
 
 def _octal(digits: np.ndarray) -> np.ndarray:
-    """Return the numbers written in octal digits, [N, digits] -> [N]."""
+    """Return the numbers written in octal digits, [N, digits] -> [N]; -1 for anything else."""
     powers = 8 ** np.arange(digits.shape[1] - 1, -1, -1, dtype=np.int64)
-    return (digits.astype(np.int64) - ord("0")) @ powers
+    values = digits.astype(np.int64) - ord("0")
+    return np.where(((values < 0) | (values > 7)).any(1), -1, values @ powers)
 
 
 def _locate_tokens(

@@ -4,15 +4,22 @@ all logs."""
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import shlex
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from foundation.cli import check_least
 from foundation.errors import ConfigError, printable
-from foundation.files import lines_of, read_together
+from foundation.files import (
+    TAIL_BYTES,
+    lines_of,
+    open_appended,
+    read_together,
+)
 from launcher.error_lines import error_lines
 from launcher.run_state import State, read_states
 from pretrain.rundir.attempt_files import AttemptFiles, attempts_of
@@ -22,6 +29,8 @@ from pretrain.rundir.run_dir import RunDir, run_path
 
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
+_LONGEST_LINE = 1 << 16  # bytes of a line that are shown, or at once while it is written
+_MOST_BYTES = 1 << 24  # in which --lines are searched
 _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
 
 
@@ -201,15 +210,18 @@ def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
 
 def _print_from(path: Path, offset: int) -> int:
     """Print the lines of a log from there on; how far that was."""
-    for line in lines_of(path, start=offset):
-        offset += len(line)
-        print(printable(_text(line)), end="", flush=True)
-    return offset
+    with open_appended(path) as file:
+        file.seek(offset)
+        while line := file.readline(_LONGEST_LINE):
+            print(printable(_text(line)), end="", flush=True)
+        return file.tell()
 
 
-def _last_lines(path: Path, count: int) -> deque[str]:
-    parts = (part for line in lines_of(path) for part in _text(line).splitlines(keepends=True))
-    return deque(parts, maxlen=count or None)
+def _last_lines(path: Path, count: int) -> Iterable[str]:
+    """The last lines, or all of them one after the other; of a long one, its start."""
+    lines = lines_of(path, _LONGEST_LINE, _start_of_last_lines(path, count))
+    parts = (part for line in lines for part in _text(line).splitlines(keepends=True))
+    return deque(parts, maxlen=count) if count else parts
 
 
 def _text(line: bytes) -> str:
@@ -217,5 +229,15 @@ def _text(line: bytes) -> str:
 
 
 def _start_of_last_lines(path: Path, count: int) -> int:
-    lengths = [len(line) for line in lines_of(path)]
-    return sum(lengths[:-count]) if count else 0
+    """Where they begin, at most `_MOST_BYTES` before the end of a log, which may have any size."""
+    with open_appended(path) as file:
+        size, most = os.fstat(file.fileno()).st_size, TAIL_BYTES
+        while count:
+            start = file.seek(max(0, size - most))
+            lines = io.BytesIO(file.read(size - start)).readlines()
+            if len(lines) > count or not start:
+                return size - sum(map(len, lines[-count:]))
+            if most >= _MOST_BYTES:
+                return start
+            most *= 16
+    return 0

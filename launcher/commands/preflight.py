@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import secrets
 import shutil
@@ -20,7 +19,12 @@ from typing import TypeVar
 
 from foundation.cli import check_least
 from foundation.errors import UserError
-from foundation.files import named_errors, write_json
+from foundation.files import (
+    end_of,
+    named_errors,
+    read_json,
+    write_json,
+)
 from foundation.own_programs import copied_arguments, own_arguments, own_command
 from foundation.records import json_text
 from launcher.slurm.client import Slurm, node_names, start
@@ -102,7 +106,7 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
         try:
             return _led(out, num_ranks, lambda: None in ranks.poll())
         except UserError as error:
-            lines = ranks.logs[0].read_text(errors="replace").strip().splitlines()
+            lines = end_of(ranks.logs[0]).strip().splitlines()
             raise UserError(
                 f"{error}; last line of rank 0: {lines[-1] if lines else 'none'}"
             ) from None
@@ -290,7 +294,7 @@ def _collected(
         is_last = not is_running()
         for rank in files.keys() - found.keys():
             with contextlib.suppress(OSError, ValueError):
-                tree = json.loads(files[rank].read_text())
+                tree = read_json(files[rank])
                 found[rank] = kind(**tree)
                 deadline = min(deadline, time.monotonic() + seconds_after_first)
         if is_last:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from foundation.cli import add_experiment
 from foundation.errors import ConfigError
-from foundation.files import make_directory
+from foundation.files import (
+    make_directory,
+    read_text,
+)
 from foundation.settings import load_config
 from launcher.commands import local
 from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
@@ -180,7 +183,7 @@ def _submit_again(run_dir: RunDir, before: Submitted | None, from_step: int | No
     if before is None:
         raise ConfigError(f"{run_dir.path} was never submitted; use 'launcher submit'")
     script = Snapshot(run_dir.path).script
-    if not is_script_of(script.read_text(), run_dir.path):
+    if not is_script_of(read_text(script), run_dir.path):
         raise ConfigError(
             f"{script} was written for another run directory, so this one was moved or copied; "
             "submit it again: launcher submit EXPERIMENT --cluster CLUSTER "

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError, os_error_text
+from foundation.files import end_of
 from foundation.retry import CLOCK, Clock
 from launcher.restart_policy import StartAgain
 from launcher.slurm.client import Slurm, node_names, own_job
@@ -390,13 +391,5 @@ def _said_by_slurm(logs: Path, job_log: Path) -> str:
     """The ends of the last attempt's and the job's log; empty while storage is away."""
     with contextlib.suppress(OSError):
         srun_logs = [attempt.srun_log for attempt in attempts_of(logs)[-1:]]
-        return "".join(map(_tail, [*srun_logs, job_log]))
+        return "".join(map(end_of, [*srun_logs, job_log]))
     return ""
-
-
-def _tail(path: Path, size: int = 8192) -> str:
-    if not path.exists():
-        return ""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read().decode(errors="replace")

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foundation.errors import UserError
-from foundation.files import own_file, read_together
+from foundation.files import (
+    LARGEST_LINE_BYTES,
+    SMALL_FILE_BYTES,
+    end_of,
+    own_file,
+    read_together,
+)
 from foundation.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.sbatch import Snapshot, option_flags
@@ -34,6 +40,7 @@ from pretrain.rundir.run_dir import RunDir
 SAVE_AND_STOP = signal.SIGUSR2
 _POLL_SECONDS = 0.2
 _END_SECONDS = 60.0
+_LONGEST_STATUS = 32  # characters in a rank's status file
 _PROBE_SECONDS = 60.0
 _NUM_ERRORS = 5
 _log = logging.getLogger(__name__)
@@ -195,7 +202,7 @@ class SlurmRanks:
     def _said(self) -> str:
         """What srun has written; empty if somebody tidied the logs: no decision needs them."""
         with contextlib.suppress(OSError):
-            return self._log.read_text(errors="replace")
+            return end_of(self._log, LARGEST_LINE_BYTES)
         return ""
 
     def terminate(self) -> None:
@@ -304,7 +311,7 @@ def _end_in(file: Path) -> RankEnd | None:
     try:
         with open(file) as opened:
             # The file system's time: clocks of nodes differ.
-            return RankEnd(int(opened.read()), os.fstat(opened.fileno()).st_mtime)
+            return RankEnd(int(opened.read(_LONGEST_STATUS)), os.fstat(opened.fileno()).st_mtime)
     except (OSError, ValueError):  # not there, or storage is away
         return None
 
@@ -344,8 +351,9 @@ def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
 def kill_silently(srun: int) -> None:
     """Kill srun, and before it the helper process that would end the step by its number when srun
     dies."""
-    helpers = Path(f"/proc/{srun}/task/{srun}/children")
-    for pid in [*map(int, helpers.read_text().split()), srun]:
+    with open(f"/proc/{srun}/task/{srun}/children") as helpers:
+        pids = [*map(int, helpers.read(SMALL_FILE_BYTES).split()), srun]
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -403,7 +411,7 @@ def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Pro
                 kill_silently(probe.pid)
                 probe.wait()
         printed.seek(0)
-        said = printed.read().decode(errors="replace")
+        said = printed.read(LARGEST_LINE_BYTES).decode(errors="replace")
     return answers_of(step.nodes, said, f" in {seconds:.0f} s" if is_late else "")
 
 

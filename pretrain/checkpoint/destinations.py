@@ -47,6 +47,7 @@ from foundation.files import (
     own_file,
     parse_json,
     path_below,
+    read_regular,
     sync_file,
     write_text,
 )
@@ -301,7 +302,7 @@ class ObjectStore:
         check, path = partial(size_problem, most=LARGEST_ROOT_BYTES), self.scratch / ROOT
         store = store_at(self.url, self._policy)
         fetch_file(store, ROOT, path, self.scratch, check, LARGEST_ROOT_BYTES)
-        return MirrorIndex.parse(f"{self.url}/{ROOT}", path.read_bytes())
+        return MirrorIndex.parse(f"{self.url}/{ROOT}", read_regular(path, LARGEST_ROOT_BYTES))
 
     def get(self, index: MirrorIndex, step: int, with_run: bool = True) -> marker.Checkpoint:
         """Fetch a checkpoint, and the run's files with it, into `scratch`.

@@ -63,6 +63,8 @@ from foundation.errors import (
     UnreadableError,
 )
 from foundation.files import (
+    LARGEST_LIST_BYTES,
+    SMALL_FILE_BYTES,
     Content,
     move,
     parse_json,
@@ -466,7 +468,7 @@ def read_index(directory: Path, run_id: str = "") -> Checkpoint:
             f"{directory}: found a link, expected a directory; move what it leads to into its place"
         )
     path = directory / INDEX
-    marker, content = _contents(directory / MARKER), _contents(path)
+    marker, content = _contents(directory / MARKER), _contents(path, LARGEST_LIST_BYTES)
     if marker != f"{hashlib.sha256(content).hexdigest()}\n".encode():
         raise CheckpointError(f"{path}: does not match its {MARKER} marker")
     index = parse_index(path, content)
@@ -599,9 +601,9 @@ def _check_size(path: Path, expected: int) -> None:
         raise CheckpointError(f"{path}: found {size} bytes, expected {expected}")
 
 
-def _contents(path: Path) -> bytes:
+def _contents(path: Path, limit: int = SMALL_FILE_BYTES) -> bytes:
     with _refusing(path):
-        return read_regular(path)
+        return read_regular(path, limit)
 
 
 def _size(path: Path) -> int:

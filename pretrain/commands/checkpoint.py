@@ -17,7 +17,10 @@ from foundation.errors import (
     PrunedError,
     printable,
 )
-from foundation.files import read_json
+from foundation.files import (
+    LARGEST_LIST_BYTES,
+    read_json,
+)
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.rundir.run_dir import RunDir, run_path
@@ -95,7 +98,7 @@ def _contents(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": None, "tokens": None, "bytes": None}
     try:
         found["bytes"] = sum(path.stat().st_size for path in directory.iterdir())
-        index = read_json(directory / files.INDEX)
+        index = read_json(directory / files.INDEX, LARGEST_LIST_BYTES)
         return found | {"ranks": index["world_size"], "tokens": index["tokens_seen"]}
     except (OSError, ValueError, KeyError, TypeError):  # a run may be removing it
         return found

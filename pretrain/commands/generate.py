@@ -19,6 +19,8 @@ from pretrain.rundir.run_dir import run_path
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LARGEST_PROMPT_BYTES = 1 << 28
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -95,7 +97,10 @@ def _take_prompt_file(arguments: argparse.Namespace) -> None:
     if file is None:
         return
     try:
-        content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        with open(0 if str(file) == "-" else file, "rb", closefd=str(file) != "-") as opened:
+            content = opened.read(_LARGEST_PROMPT_BYTES + 1)
+        if len(content) > _LARGEST_PROMPT_BYTES:
+            raise ConfigError(f"--prompt-file {file} has more than {_LARGEST_PROMPT_BYTES:,} bytes")
         arguments.prompt = content.decode()
     except OSError as error:
         raise ConfigError(f"--prompt-file {file} cannot be read ({error.strerror})") from None

@@ -19,7 +19,7 @@ from pretrain.distributed.slurm_variables import rank_numbers
 from pretrain.processes.leaving import leave_group
 from pretrain.rundir.events import EXIT_SITE_FAILED
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.run_dir import RunDir, refuse_links
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, refuse_links
 from pretrain.rundir.watchdog import start_limit
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 
@@ -52,6 +52,7 @@ def _status_of(error: Exception) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    refuse_foreign_run(arguments.run_dir)
     config = resolve(
         with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
     )

@@ -92,7 +92,8 @@ def describe_cuda(environment: Mapping[str, str] = os.environ) -> str:
 def driver_version() -> str:
     """Return the version of NVIDIA's kernel driver; empty without one."""
     try:
-        found = _VERSION.search(_DRIVER.read_text())
+        with open(_DRIVER) as file:
+            found = _VERSION.search(file.read(4096))
     except OSError:
         return ""
     return found[0] if found else ""

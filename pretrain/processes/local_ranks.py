@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from foundation.files import own_file
+from foundation.files import (
+    end_of,
+    own_file,
+)
 from foundation.own_programs import own_command
 from pretrain.distributed.slurm_variables import GPUS_VARIABLE, PORT_FILE_VARIABLE
 from pretrain.rundir.attempt_files import AttemptFiles
@@ -26,6 +29,7 @@ from pretrain.terminal.log import LINE_START, RELAY_VARIABLE
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
+_LONGEST_SHOWN = 1000  # characters of a line of a log
 # Loaded before any fork: a child must not take the loader's lock.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -227,10 +231,10 @@ def describe_failure(
         if first_failure is None
         else first_failure
     )
-    text = logs[rank].read_text(errors="replace") if logs[rank].exists() else ""
+    text = end_of(logs[rank])
     if statuses[rank] in EXPLAINED and (message := _last_error(text)):
         return f"rank {rank}: {message}"
-    tail = "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+    tail = "\n".join(f"  | {line[:_LONGEST_SHOWN]}" for line in text.splitlines()[-lines:])
     return f"rank {rank} {describe_exit(statuses[rank])}; the end of {logs[rank]}:\n{tail}"
 
 

@@ -33,7 +33,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from foundation.errors import UserError
-from foundation.files import await_text, write_json
+from foundation.files import (
+    await_text,
+    end_of,
+    read_json,
+    write_json,
+)
 from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.distributed.rank_device import use_device
 from pretrain.distributed.slurm_variables import is_slurm_task, rank_numbers, rank_variables
@@ -94,7 +99,7 @@ def main() -> int:
         if round_file(number) not in names:
             time.sleep(_POLL_SECONDS)
             continue
-        groups = json.loads((out / round_file(number)).read_text())["groups"]
+        groups = read_json(out / round_file(number))["groups"]
         for group in groups:
             if world.rank in group:
                 _measure(world, group, out, number)
@@ -228,10 +233,7 @@ def reason_of(error: Exception, log: Path | None = None) -> str:
 
 def with_warnings(reason: str, log: Path) -> str:
     """Return the reason with NCCL's last warnings, and the files of its source that gave them."""
-    try:
-        found = re.findall(r"(?:(\S+\.\w+:\d+) )?NCCL WARN (.*)", log.read_text(errors="replace"))
-    except OSError:
-        return reason
+    found = re.findall(r"(?:(\S+\.\w+:\d+) )?NCCL WARN (.*)", end_of(log))
     for file, text in list(dict.fromkeys(found))[-MOST_WARNINGS:]:
         reason += "" if text.strip() in reason else f"; NCCL: {text.strip()}"
         reason += f" ({file})" if file else ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 import io
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class Panel:
 
 def canvas(height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     """A figure with one chart, and its axes."""
+    os.environ["MATPLOTLIBRC"] = str(STYLE)  # else that of the working directory is obeyed
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -27,11 +27,13 @@ from typing import Any
 
 from foundation.errors import ConfigError, DataError
 from foundation.files import (
+    SMALL_FILE_BYTES,
     YAML_SUFFIXES,
     make_directory,
     named_errors,
     own_file,
     read_json,
+    read_regular,
     remove_leftovers,
     url_of,
     write_json,
@@ -456,6 +458,6 @@ def code_version() -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
-            content = path.read_bytes()
+            content = read_regular(path, SMALL_FILE_BYTES)
             digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
     return f"{installed_version()}+{digest.hexdigest()[:12]}"

@@ -17,7 +17,12 @@ from typing import Any, cast
 import numpy as np
 
 from foundation.errors import ConfigError, DataError
-from foundation.files import parse_json, read_csv
+from foundation.files import (
+    LARGEST_LIST_BYTES,
+    parse_json,
+    read_csv,
+    read_text,
+)
 from foundation.records import shown
 from foundation.yaml_files import did_you_mean
 from pretrain.terminal.text import counted
@@ -190,8 +195,9 @@ def text_of(path: Path, origin: str = ORIGIN) -> str:
         found = "is a directory" if path.is_dir() else "does not exist"
         raise DataError(f"{path} {found}; name a file: {origin}")
     try:
-        return path.read_text(encoding="utf-8-sig")  # spreadsheets put a byte-order mark in front
-    except UnicodeDecodeError as error:
+        text = read_text(path, LARGEST_LIST_BYTES)
+        return text.removeprefix("\ufeff")  # spreadsheets put a byte-order mark in front
+    except ValueError as error:
         raise DataError(
             f"{path} is not UTF-8 text ({error}); save it as CSV or JSON in UTF-8"
         ) from None

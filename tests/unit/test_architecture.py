@@ -147,6 +147,50 @@ def test_the_working_directory_is_changed_only_around_the_start_of_a_fork_server
     assert changing == {"data_pipeline/builder/parts.py"}, "relative paths mean others meanwhile"
 
 
+# Objects of ours that have a method `read`.
+READ_OF_OURS = ("self", "ledger", "_publication")
+
+
+def reads_without_limit(tree: ast.Module) -> Iterator[str]:
+    """Whatever reads all of a file, or a line of any length, with its line number."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, owner = node.func.attr, ast.unparse(node.func.value)
+            if (
+                (name in ("read_text", "read_bytes", "readall"))
+                or (name == "load" and owner == "json")
+                or (name == "readlines" and not owner.startswith("io.BytesIO("))
+                or (
+                    (name in ("read", "read1", "readline") and not node.args)
+                    and owner.rpartition(".")[2] not in READ_OF_OURS
+                )
+            ):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_nothing_is_read_whole_without_a_limit():
+    """Use read_text, read_json, end_of and lines_of of foundation/files.py."""
+    found = [f"{path}, {each}" for path in MODULES for each in reads_without_limit(tree_of(path))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("path.read_text()", True),
+        ("(folder / name).read_bytes()", True),
+        ("json.load(file)", True),
+        ("sys.stdin.buffer.read()", True),
+        ("file.readline()", True),
+        ("read_text(path)", False),
+        ("file.read(size)", False),
+        ("run_dir.ledger.read()", False),
+    ],
+)
+def test_the_rule_sees_reads_without_a_limit(code, is_found):
+    assert bool(list(reads_without_limit(ast.parse(code)))) == is_found
+
+
 def test_json_without_nan_is_made_in_one_place():
     """Messages between ranks and ids in lines for people are no files."""
     others = ("foundation/records.py", "foundation/errors.py", "pretrain/distributed/world.py")

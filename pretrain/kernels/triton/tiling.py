@@ -23,7 +23,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from foundation.errors import ConfigError
-from foundation.files import read_json, sha256_of
+from foundation.files import (
+    SMALL_FILE_BYTES,
+    read_json,
+    read_regular,
+    sha256_of,
+)
 from foundation.records import Fields, InvalidField
 
 
@@ -142,7 +147,7 @@ def kernels_version() -> str:
     """Return a hash of the kernels' source, which decides what is fastest."""
     digest = hashlib.sha256()
     for name in _SOURCES:
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+        digest.update(read_regular(Path(__file__).with_name(f"{name}.py"), SMALL_FILE_BYTES))
     return digest.hexdigest()[:12]
 
 

@@ -29,7 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
-from foundation.files import atomic_write, path_text, write_json, write_text
+from foundation.files import (
+    atomic_write,
+    path_text,
+    read_text,
+    write_json,
+    write_text,
+)
 from foundation.records import json_text
 from foundation.settings import assert_never, to_tree
 from pretrain.config.run import spans_of_phases
@@ -116,7 +122,7 @@ def _depth(name: str) -> int:
 @cache
 def module(name: str) -> Module:
     """Read a module of ours, `pretrain.model.lane_state` for example."""
-    text = (ROOT / (name.replace(".", "/") + ".py")).read_text()
+    text = read_text(ROOT / (name.replace(".", "/") + ".py"))
     tree, lines = ast.parse(text), text.splitlines()
     read = Module(ast.get_docstring(tree) or "", {}, {}, {})
     for node in tree.body:
