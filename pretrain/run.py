@@ -290,13 +290,13 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
     )
     try:
         # A mirror has what the run directory has: no local checkpoints.
-        step = found.step if found else 0
+        step = saved = found.step if found else 0
         if found and found.is_local:
             with raise_on_all_ranks():
-                step = broadcast_value(latest_step(root, step) if world.is_main else 0, int)
+                saved = broadcast_value(latest_step(root, step) if world.is_main else 0, int)
         history = past.history if past.asked is None else None
         with (
-            _mirror(process, disk, step, history) as mirror,
+            _mirror(process, disk, step, saved, history) as mirror,
             local,
             contextlib.closing(build_engine(config, world, draws=found is None)) as engine,
         ):
@@ -324,21 +324,23 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
         return Ended(Outcome.OUT_OF_MEMORY)
 
 
-def _mirror(process: RankProcess, disk: Disk, resumed_step: int, history: History | None) -> Mirror:
+def _mirror(
+    process: RankProcess, disk: Disk, resumed_step: int, saved_step: int, history: History | None
+) -> Mirror:
     """The run's mirror; what becomes of uploads is in the ledger."""
     ledger, world, url = process.run_dir.ledger, process.world, location(process.config)
 
     def uploaded_step() -> int:
         last = last_stored(ledger.read()) if url else None
-        is_there = last is not None and (last.step, last.url) == (resumed_step, url)
-        return resumed_step if is_there else 0
+        is_there = last is not None and (last.step, last.url) == (saved_step, url)
+        return saved_step if is_there else 0
 
     def note(step: int, what: float | str) -> None:
         problem, seconds = (what, 0.0) if isinstance(what, str) else ("", what)
         ledger.append_if_possible(Mirrored(step=step, url=url, seconds=seconds, problem=problem))
 
     uploaded = of_main(world, uploaded_step, int)
-    return Mirror(process.config, disk, world, resumed_step, uploaded, note, history)
+    return Mirror(process.config, disk, world, resumed_step, uploaded, note, history, saved_step)
 
 
 def _train_from(

@@ -342,10 +342,11 @@ class Upload(Transfer):
 class Mirror:
     """Uploads checkpoints of one start of a run. All ranks call `agree` and `finish` together.
 
-    They are those of `disk`; the store has `uploaded_step`, or nothing (0), as the run resumes from
-    it; `history` is as in `Publication`. `note` is told, on rank 0, the seconds that the upload of
-    a step took, or why the step is not in the store. A context manager: leaving it cancels an
-    upload in progress, which the next start continues. Nothing here raises what a store does.
+    They are those of `disk`, up to `saved_step`, which a start from the nodes' disks is after. The
+    store has `uploaded_step`, or nothing (0), as the run resumes from `resumed_step`; `history` is
+    as in `Publication`. `note` is told, on rank 0, the seconds that the upload of a step took, or
+    why the step is not in the store. A context manager: leaving it cancels an upload in progress,
+    which the next start continues. Nothing here raises what a store does.
     """
 
     def __init__(
@@ -357,10 +358,12 @@ class Mirror:
         uploaded_step: int,
         note: Callable[[int, float | str], None],
         history: History | None = None,
+        saved_step: int | None = None,
     ) -> None:
         self.url, self._settings = location(config), config.checkpoint
         self._disk, self._world, self._note_step = disk, world, note
-        self._stored_step, self._last_step = uploaded_step, resumed_step
+        self._stored_step = uploaded_step
+        self._last_step = resumed_step if saved_step is None else saved_step
         self._upload: Upload | None = None  # on rank 0: that is in progress
         self._uploads = 0  # that were started
         self._failure = ""  # of the last upload

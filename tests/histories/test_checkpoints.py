@@ -52,6 +52,15 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("fail", {"where": "run", "how": errno.EIO}),
         ("train", {"steps": 7}),
     ],
+    "a start from the nodes' disks in an emptied run directory took a step out of the store": [
+        ("train", {"steps": 6}),
+        ("go_away", {"where": "store"}),
+        ("go_away", {"where": "shared"}),
+        ("give_up", {"choice": 54, "kill_before": 24}),
+        ("put_back", {"where": 73}),
+        ("go_away", {"where": "store"}),
+        ("train", {"steps": 3}),
+    ],
     "what the ledger knows did not reach the other ranks": [
         ("change_ranks", {"world_size": 2}),
         ("train", {"steps": 6, "is_killed": True}),
