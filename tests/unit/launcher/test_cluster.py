@@ -173,7 +173,7 @@ def test_of_nodes_that_do_not_divide_the_lanes_the_most_that_do_are_used(tmp_pat
 )
 def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path, cluster):
     model = ModelConfig(num_layers=24, d_model=2048, num_heads=16, vocab_size=32_000)
-    config = run_config(model=model, data=DataConfig(lanes=4096, segment_length=512))
+    config = run_config(model=model, data=DataConfig(lanes=16384, segment_length=512))
     way_out = r"engine\.offload_memories=true engine\.micro_batch_lanes="
     with pytest.raises(ConfigError, match=rf"A100 .* {way_out}"):
         check_run(config, cluster, NodeRange(1, 1), tmp_path)
