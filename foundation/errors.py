@@ -177,7 +177,11 @@ def remedy_of(error: OSError) -> str:
         return "choose another path, or remove it"
     if number in TOO_MANY_OPEN:
         return "allow more open files (ulimit -n)"
-    return "check the disk or file server" if number in STORAGE_FAILS else "check the path"
+    if number == errno.ENOMEM:
+        return "free some of the host's memory, or use a host with more"
+    if number in STORAGE_FAILS:
+        return "check the disk or file server"
+    return "check the path" if _path_of(error) else "look for its cause on this host (ulimit -a)"
 
 
 def _report(error: OSError) -> str:

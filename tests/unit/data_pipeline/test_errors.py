@@ -70,6 +70,8 @@ def test_every_error_of_a_file_is_one_line_with_its_name_and_what_to_do(capsys):
         assert problem == f"error: data/x: {os.strerror(number)}"
         assert len(remedy) > 10
         assert number != errno.EDQUOT or "disk space" not in remedy, "of a quota, not of the disk"
+        assert exit_status_of(raising(OSError(number, os.strerror(number)))) == 2
+        assert "check the path" not in capsys.readouterr().err, "which is not named"
 
 
 def test_a_file_that_cannot_be_written_is_named_and_not_its_temporary_one(tmp_path, capsys):
