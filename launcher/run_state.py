@@ -123,6 +123,13 @@ class Evidence:
     start: AttemptStart | None = None  # of the latest attempt, until it trains
 
     @property
+    def unready_nodes(self) -> NodesUnready | None:
+        """The nodes that the supervisor waits for; None once an attempt has started."""
+        latest = self.ledger[-1] if self.ledger else None
+        is_over = latest and self.start and self.start.time > latest.time
+        return latest if isinstance(latest, NodesUnready) and not is_over else None
+
+    @property
     def latest_step(self) -> int:
         """The latest step known, whether or not a checkpoint holds it."""
         steps = (heartbeat.step for heartbeat in self.heartbeats)
@@ -193,8 +200,8 @@ def infer_status(evidence: Evidence) -> Status:
         source = heartbeats[0] if heartbeats else evidence.locks[0]
         hostname = source.hostname.partition(".")[0]
         reason = f"no heartbeat from {hostname} for {duration(silence)}"
-        if isinstance(evidence.ledger[-1] if evidence.ledger else None, NodesUnready):
-            reason = running.reason
+        if evidence.unready_nodes:
+            reason = activity
         elif silence < 0:
             reason = f"the clock of {hostname} is {duration(-silence)} ahead, or it was"
         elif evidence.start:
@@ -289,9 +296,8 @@ def _continues_after(turn: Event) -> bool:
 
 def _activity(evidence: Evidence, last: Event | None, heartbeats: Sequence[HeartbeatRecord]) -> str:
     now = evidence.now
-    latest = evidence.ledger[-1] if evidence.ledger else None
-    if isinstance(latest, NodesUnready):
-        return latest.description
+    if unready := evidence.unready_nodes:
+        return unready.description
     if evidence.start:
         return evidence.start.describe(evidence.heartbeats, now)
     if isinstance(last, AttemptEnded) and last.next is NextAction.RETRY:

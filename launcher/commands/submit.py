@@ -28,6 +28,7 @@ from launcher.slurm.sbatch import (
     check_run,
     is_script_of,
     missing_notes,
+    own_work_dirs,
     quote,
     render,
     replaced_snapshot,
@@ -113,7 +114,7 @@ def submit(job: Job, config: RunConfig, from_step: int | None = None) -> str:
     existed = run_dir.path.exists()
     try:
         with run_dir.locked("submit"):
-            refuse_live_job(slurm, code, job.run_dir)
+            refuse_live_job(slurm, run_dir)
             with replaced_snapshot(run_dir) as snapshot:
                 snapshot.take_settings(config, job.cluster)
                 snapshot.take_code(script)
@@ -129,13 +130,19 @@ def submit(job: Job, config: RunConfig, from_step: int | None = None) -> str:
         raise
 
 
-def refuse_live_job(slurm: Slurm, work_dir: str, run_dir: Path) -> None:
-    """Raise ConfigError while a job that works there, and may just be ending, has the run."""
-    if live := slurm.live_jobs(work_dir):
-        raise ConfigError(
-            f"job {live[0].id} ({live[0].state.lower()}) has the run {run_dir} already; "
-            f"wait for it, or end it: launcher cancel {run_dir}"
-        )
+def refuse_live_job(slurm: Slurm, run_dir: RunDir) -> None:
+    """Raise ConfigError while a job, which may just be ending, has the run: one that works in its
+    code, or the last one submitted, which the site may have moved to another directory."""
+    ledger = run_dir.ledger.read()
+    last, own = last_of(ledger, Submitted), own_work_dirs(run_dir.path, ledger)
+    live = slurm.live_jobs(own[0])
+    live += [job for job in slurm.jobs([last.job] if last else []) if job.is_live]
+    for job in live:
+        if job.work_dir in own:
+            raise ConfigError(
+                f"job {job.id} ({job.state.lower()}) has the run {run_dir.path} already; "
+                f"wait for it, or end it: launcher cancel {run_dir.path}"
+            )
 
 
 def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +199,7 @@ def _submit_again(run_dir: RunDir, before: Submitted | None, from_step: int | No
     check_references(load_cluster(Snapshot(run_dir.path).cluster))
     slurm, code = Slurm(), str(Snapshot(run_dir.path).code)
     with run_dir.locked("submit"):
-        refuse_live_job(slurm, code, run_dir.path)
+        refuse_live_job(slurm, run_dir)
         make_directory(run_dir.logs)  # Slurm starts no job that cannot write its log
         if from_step is not None:
             run_dir.ask_to_resume_from(from_step)

@@ -376,7 +376,7 @@ def fields_of_job(printed: str) -> dict[str, str]:
     """The fields of the first job that `scontrol show job` prints; empty if the answer is not
     whole."""
     _, begin, rest = printed.partition("JobId=")
-    record = (begin + rest).partition("\n\n")[0]
+    record = (begin + rest).partition("\n\nJobId=")[0]  # texts of users may have empty lines
     work_dir = re.search(r"^ *WorkDir=(.*)$", record, re.MULTILINE)
     fields = re.findall(r"(\w+)=(\S*)", _TEXT_OF_USERS.sub("", record))
     first = dict(reversed(fields))  # a comment of several lines comes after what it could imitate

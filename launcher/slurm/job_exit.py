@@ -44,6 +44,7 @@ _REASONS = {
     "JOB REQUEUE": JobEndReason.REQUEUED_BY_USER,
     "TIME LIMIT": JobEndReason.TIME_LIMIT,
 }
+_COUNTED = (JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)  # without progress
 _EXCLUDED = (JobEndReason.NODE_EXCLUDED, JobEndReason.NOT_STARTED)  # of nodes that are left
 _RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING")
 # srun may name the node after slurmstepd has said that one failed; Slurm kills seconds later.
@@ -258,14 +259,19 @@ class JobExit:
 
     def leave(self, again: StartAgain, nodes: Sequence[str]) -> None:
         """Requeue the job, because of nodes that failed, or that its next start is to avoid."""
-        node = ",".join(nodes) or None
-        self._end(JobEnding(again.reason, requeue=True, node=node), again.message)
+        if not self._is_written:
+            node = ",".join(nodes) or None
+            self._end(JobEnding(again.reason, requeue=True, node=node), again.message)
 
     def fail(self, error: Exception) -> int:
         """Requeue the job after an error of the supervisor, which says nothing about the run; not
         after so many in a row without progress. The exit status."""
         if self._is_written:
             return EXIT_STOPPED
+        with contextlib.suppress(Exception):  # the error may be one of asking
+            if not self.is_allocated():  # Slurm or a person has ended it, which is not to undo
+                self._end(self._ending())
+                return EXIT_STOPPED
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         message = " ".join(f"{kind}{error}".split())
         event = self._end(JobEnding(JobEndReason.SUPERVISOR_FAILED, requeue=True), message)
@@ -365,7 +371,7 @@ class JobExit:
             events, self._job.id, self._most_futile, self._time_limit, self._shortened_from()
         )
         count = attempts_without_progress(events, self._job.id)
-        if event.reason is JobEndReason.SUPERVISOR_FAILED and count >= self._most_futile:
+        if event.reason in _COUNTED and count >= self._most_futile:
             refusal = f"{event.cause}; {count} times in a row without progress"
         if event.requeued and refusal:
             return replace(event, reason=JobEndReason.ERROR, requeued=False, message=refusal)

@@ -135,7 +135,7 @@ def _make_attempts(
     def start(number: int) -> SlurmRanks:
         nonlocal ranks, step
         if ranks and ranks.needs_new_start:
-            raise StartAgain(JobEndReason.NOT_STARTED, "Slurm starts no more steps in it")
+            raise StartAgain(JobEndReason.NO_STEPS)
         if not num_spare and len(left := job_exit.nodes()) < len(job.nodes):
             lost = ", ".join(node for node in job.nodes if node not in left)
             raise StartAgain(JobEndReason.NOT_STARTED, f"{lost} was taken from the job")

@@ -141,7 +141,7 @@ class NodePool:
         since, pause, before = self._clock.now(), _FIRST_PAUSE, Probe({})
         while (probe := self._probe(self._step, self._run_dir.path, meanwhile)).problems:
             if probe.needs_new_start:
-                raise StartAgain(JobEndReason.NOT_STARTED, "Slurm starts no more steps in it")
+                raise StartAgain(JobEndReason.NO_STEPS)
             if self._replace_unready(probe):
                 continue
             event = NodesUnready(job=self._job.id, problems=probe.problems)

@@ -291,6 +291,7 @@ class JobEndReason(Enum):
     FIRST_NODE_LOST = "first_node_lost"  # or its storage: the next start writes this
     NODE_EXCLUDED = "node_excluded"  # requeued to start without this node
     NOT_STARTED = "not_started"  # no attempt could start here, for the reason in the message
+    NO_STEPS = "no_steps"  # Slurm starts no more steps in it; another start may have some again
     SUPERVISOR_FAILED = "supervisor_failed"  # with the error in the message
     PROLOG_FAILED = "prolog_failed"  # Slurm has drained the node and holds the job
     ENDED_BY_SLURM = "ended_by_slurm"
@@ -465,6 +466,7 @@ _REPLACEMENT_CAUSES = {
 _JOB_CAUSES = {
     JobEndReason.ERROR: "{0.message}",
     JobEndReason.NOT_STARTED: "{0.message}",
+    JobEndReason.NO_STEPS: "Slurm starts no more steps in it",
     JobEndReason.SUPERVISOR_FAILED: "the supervisor failed: {0.message}",
     JobEndReason.NODE_FAILED: "{1} failed",
     JobEndReason.PROLOG_FAILED: "the prolog failed on {1}",

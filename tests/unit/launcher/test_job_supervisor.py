@@ -19,7 +19,7 @@ from pretrain.rundir.events import (
     TrainingBegan,
 )
 from pretrain.rundir.ledger import events_of
-from tests.helpers.batch_jobs import PATIENCE, BatchJob
+from tests.helpers.batch_jobs import BEGAN, PATIENCE, BatchJob
 
 BEGUN = TrainingBegan(step=0, world_size=2)
 BLIND = {"n2": "does not see the run directory"}
@@ -124,6 +124,35 @@ def test_a_start_that_can_launch_no_more_steps_is_left_at_once(batch):
     assert batch.run(statuses=[UNSTARTED], needs_new_start=True) == EXIT_STOPPED
     assert (last_end(batch).requeued, len(batch.nodes_of_steps)) == (True, 1)
     assert batch.clock.time < 60
+
+
+def test_a_job_in_which_slurm_starts_no_step_is_requeued_three_times_at_most(batch):
+    batch.write(BEGUN)
+    requeued = []
+    for restart in range(3):
+        batch.restart, batch.fields = restart, {}
+        batch.run(statuses=[UNSTARTED], needs_new_start=True)
+        requeued.append(last_end(batch).requeued)
+    assert requeued == [True, True, False]
+    assert "starts no more steps in it; 3 times in a row" in read_state(batch.run_dir.path).reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({"JobState": "COMPLETING"}, "canceled"),
+        ({"JobState": "PENDING"}, "forgotten"),
+        ({"JobState": "COMPLETING", "PreemptTime": BEGAN, "Requeue": "0"}, "preempted"),
+    ],
+)
+def test_an_error_of_the_supervisor_requeues_no_job_that_has_ended(batch, fields, end):
+    def probe(_: float) -> dict[str, str]:
+        batch.fields = fields
+        raise KeyError("lost")
+
+    assert batch.run(probe=probe) == EXIT_STOPPED
+    assert batch.new_events() == ["JobStarted", end]
+    assert "scontrol requeue 7" not in batch.commands
 
 
 ERRORS = [

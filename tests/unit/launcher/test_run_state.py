@@ -15,6 +15,7 @@ import pytest
 from launcher.run_state import Evidence, infer_status, read_state
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
+from pretrain.rundir.attempt_files import AttemptStart
 from pretrain.rundir.events import (
     AttemptReason,
     Canceled,
@@ -85,6 +86,7 @@ JOB_GAVE_UP = job_ended(JobEndReason.GAVE_UP)
 NODE_FAILED = job_ended(JobEndReason.NODE_FAILED, node="n2")
 BLIND = job_ended(JobEndReason.ERROR, message="n2 sees nothing")
 UNREADY = NodesUnready(time=NOW, job="17", problems={"n2": "does not respond"})
+STARTED = AttemptStart(time=NOW - 30, nodes=("n1", "n2"))
 EARLIER = replace(JOB_STARTED, time=NOW - 180)
 DEAD = beat(5, hostname=socket.gethostname(), pid=2**22 + 1)
 
@@ -148,6 +150,11 @@ def elsewhere(seconds_ago: float) -> Lock:
             seen(JOB_STARTED, UNREADY, locks=[elsewhere(999)]),
             "unresponsive",
             "waiting: n2 does not",
+        ),
+        (
+            seen(JOB_STARTED, replace(UNREADY, time=NOW - 99), start=STARTED, locks=[elsewhere(9)]),
+            "running",
+            "starting for 30 s",
         ),
         (seen(EARLIER, locks=[elsewhere(9)]), "running", "starting for 3.0 min"),
         (

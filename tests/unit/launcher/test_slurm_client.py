@@ -67,6 +67,12 @@ def test_a_job_is_forgotten_only_by_slurms_own_word(broken):
     )
 
 
+def test_a_text_of_a_user_with_an_empty_line_does_not_hide_the_job():
+    lines = DETAILS.split("\n")
+    lines.insert(1, "   Comment=two\n\nparagraphs")
+    assert scripted("\n".join(lines)).details("7") == FIELDS
+
+
 def test_bytes_that_are_no_text_and_what_users_write_break_no_answer(tmp_path, monkeypatch, caplog):
     answers = {
         "scontrol": rf"printf '{DETAILS}   AdminComment=gepr\xfcft\n'".replace("\n", r"\n"),

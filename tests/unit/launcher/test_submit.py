@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +16,15 @@ from foundation.errors import ConfigError, UserError
 from foundation.own_programs import copied_arguments
 from foundation.settings import load_config
 from launcher.cli import main
+from launcher.commands.submit import refuse_live_job
 from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import Snapshot, check_request, missing_notes, render, replaced_snapshot
 from pretrain.config.run import DataConfig, RunConfig
 from pretrain.costs.cluster import NodeRange, load_cluster
-from pretrain.rundir.events import Outcome, TrainingEnded
+from pretrain.rundir.events import Outcome, Submitted, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
-from tests.helpers.jobs import fake_commands, job_of, listed
+from tests.helpers.jobs import fake_commands, job_of, listed, records, scripted
 from tests.helpers.metrics import train_line
 
 SETTINGS = ["model.vocab_size=100", "model.d_model=32", "model.num_heads=2"]
@@ -83,6 +85,18 @@ def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(fil
     assert submit(files, "optim.steps=20", "--dry-run") == 0
     submit(files, "optim.steps=20")
     assert "is done" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("job", "state", "is_refused"), [
+    ("24", "RUNNING", True), ("24", "TIMEOUT", False), ("8", "RUNNING", False),
+])  # fmt: skip
+def test_a_job_that_the_site_moved_elsewhere_still_has_the_run(tmp_path, job, state, is_refused):
+    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    run_dir.ledger.append(Submitted(job="24", work_dir="/home/u"))
+    queue = records(f"{job}|{job}|N/A|{state}|None|n1|N/A|/home/u")
+    slurm = scripted(queue, queue if job == "24" else records())
+    with pytest.raises(ConfigError, match="job 24") if is_refused else nullcontext():
+        refuse_live_job(slurm, run_dir)
 
 
 def test_a_job_that_slurm_refuses_leaves_the_directory_as_it_was(files):
