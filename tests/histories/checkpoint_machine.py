@@ -432,6 +432,7 @@ class CheckpointHistory(HistoryMachine):
         if (
             ends[0].status == 2
             and newest < self.newest_fact
+            and not is_other_version
             and "--from-step" not in ends[0].report
         ):
             self.problem("no-way-out", ends[0].report)
@@ -498,6 +499,8 @@ class CheckpointHistory(HistoryMachine):
             for path in folder.iterdir()
             if path.name in ("COMPLETE", INDEX) or path.suffix == ".safetensors"
         )
+        if not self._destination(folder):  # the store's copy of the marker is read by nobody
+            files = [path for path in files if path.name != "COMPLETE"]
         copy.is_whole = False
         if how == "format" and self._destination(folder):
             rewrite_index(folder, lambda index: index.update(format=99))
