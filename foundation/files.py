@@ -177,12 +177,12 @@ def append_whole(path: Path, content: bytes, sync: bool = False) -> None:
 
 def _cut_half_line(descriptor: int) -> bool:
     """Whether the file ends with a line, after cutting away half of one unless it is locked."""
-    if (end := _end_of_lines(descriptor)) == os.fstat(descriptor).st_size:
+    if _end_of_lines(descriptor) == os.fstat(descriptor).st_size:
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        end = _end_of_lines(descriptor)
-        os.ftruncate(descriptor, end)
+        while (end := _end_of_lines(descriptor)) < os.fstat(descriptor).st_size:
+            os.ftruncate(descriptor, end)
         return True
     except OSError:
         return False

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -118,23 +119,11 @@ EXIT_STATUSES = {
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """What to train from: the latest checkpoint, unless an attempt before this one knows better.
-
-    `token`: all ranks share it for this start, and no other start has it.
-    """
-
-    token: str
-    failed: tuple[Candidate, ...] = ()  # checkpoints that verified, and could not be read then
-
-
-@dataclass(frozen=True)
 class Ended:
     """Why an attempt ended, and what the next one has to know of it."""
 
     outcome: Outcome
-    found: Checkpoint | None = None  # from which it resumed
-    problem: str = ""  # with that
+    failed: Candidate | None = None  # a checkpoint that verified, and could not be read then
     spike: Spike | None = None
 
 
@@ -160,37 +149,34 @@ def run_training(
     for phase in runs_of_phases(config):
         accumulation_steps(phase, world.world_size)
     with _rank_process(config, directory, world, from_step, heartbeat) as process:
-        attempt, number = Attempt(process.fence.token), 0
-        while True:
-            ended = _train(process, attempt)
+        failed: list[Candidate] = []
+        for number in itertools.count():
+            # All ranks share the token of an attempt, and no other attempt has it.
+            token = f"{process.fence.token}.{number}" if number else process.fence.token
+            ended = _train(process, token, failed)
             gc.collect()  # the old engine, though closed, refers to itself
-            if (following := _next_attempt(process, attempt, ended)) is None:
+            if not _continues(process, ended):
                 return EXIT_STATUSES[ended.outcome]
-            number += 1
-            attempt = replace(following, token=f"{process.fence.token}.{number}")
+            failed = [*failed, ended.failed] if ended.failed else []
+    raise AssertionError
 
 
-def _next_attempt(process: RankProcess, attempt: Attempt, ended: Ended) -> Attempt | None:
-    """Return the attempt that follows in this process, with any token; None if it has to end."""
-    run_dir, world, token = process.run_dir, process.world, attempt.token
+def _continues(process: RankProcess, ended: Ended) -> bool:
+    """Whether another attempt follows in this process; after a spike, the run is rewound."""
     match ended.outcome:
         case Outcome.FINISHED | Outcome.STOPPED:
-            return None
-        case Outcome.PHASE_FINISHED:
-            return Attempt(token)
+            return False
+        case Outcome.PHASE_FINISHED | Outcome.UNREADABLE:
+            return True
         case Outcome.OUT_OF_MEMORY:
             # With others, these now wait for this rank inside a collective, so that only the
             # launcher can restart them all.
-            return Attempt(token) if world.world_size == 1 else None
+            return process.world.world_size == 1
         case Outcome.DIVERGED:
             assert ended.spike is not None
-            rewind(process.config, run_dir, world, ended.spike, past_of(run_dir, world))
-            return Attempt(token)
-        case Outcome.UNREADABLE:
-            assert ended.found is not None
-            where = Destination.NODES if ended.found.is_local else Destination.RUN_DIRECTORY
-            failed = Candidate(ended.found.step, where, problem=ended.problem)
-            return replace(attempt, failed=(*attempt.failed, failed))
+            past = of_main(process.world, process.run_dir.past, Past)
+            rewind(process.config, process.run_dir, process.world, ended.spike, past)
+            return True
         case _:
             assert_never(ended.outcome)
 
@@ -245,55 +231,39 @@ def _rank_process(
         yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data, copy)
 
 
-def past_of(run_dir: RunDir, world: World) -> Past:
-    """Return, on all ranks, what the run has published, and whether a user gives some of it up."""
-    past = Past()
-    with raise_on_all_ranks():
-        if world.is_main:
-            past = run_dir.past()
-    return broadcast_value(past, Past)
+def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> Ended:
+    """Build everything from the checkpoint that the attempt starts with, and train.
 
-
-def _train(process: RankProcess, attempt: Attempt) -> Ended:
-    """Build everything from the checkpoint that the attempt starts with, and train."""
+    Those that have `failed` in this process are not tried again.
+    """
     run_dir, world = process.run_dir, process.world
     set_determinism(process.config, world.device)  # an error in a backward pass may leave it strict
-    with raise_on_all_ranks():
-        ledger = run_dir.ledger.read() if world.is_main else []
-    shortages = broadcast_value(events_of(ledger, OutOfMemory), list[OutOfMemory])
-    past = past_of(run_dir, world)
+    past = of_main(world, run_dir.past, Past)
 
     def tell(step: int, where: Destination) -> None:
-        published = Published(step=step, attempt=attempt.token, destination=where)
+        published = Published(step=step, attempt=token, destination=where)
         run_dir.ledger.append_if_possible(published)
 
-    root, run_id = run_dir.checkpoints, run_dir.identity.id
-    disk = Disk(root, attempt.token, run_id, process.fence.check, run_dir.metrics, tell)
+    root, run_id, patience = run_dir.checkpoints, run_dir.identity.id, run_dir.patience
+    disk = Disk(root, token, run_id, process.fence.check, run_dir.metrics, tell)
     local = LocalTier(process.config, disk, world, past.history)
     try:
-        found = find_resume_point(
-            root,
-            world,
-            run_id,
-            patience=run_dir.patience,
-            past=past,
-            local=local,
-            failed=attempt.failed,
-        )
+        found = find_resume_point(root, world, run_id, None, patience, past, local, failed)
     except CheckpointError as error:
         is_final = past.asked is not None and not isinstance(error, UnreadableError)
         if is_final and world.is_main:  # the next start need not ask for another step
             run_dir.ledger.append_if_possible(ResumeFrom())
         raise
-    config = with_fitting_micro_batch(
-        run_at(process.config, found.step if found else 0), world.world_size, shortages
+    step = found.step if found else 0
+    shortages = of_main(
+        world, lambda: events_of(run_dir.ledger.read(), OutOfMemory), list[OutOfMemory]
     )
+    config = with_fitting_micro_batch(run_at(process.config, step), world.world_size, shortages)
     try:
         # A mirror has what the run directory has: no local checkpoints.
-        step = saved = found.step if found else 0
+        saved = step
         if found and found.is_local:
-            with raise_on_all_ranks():
-                saved = broadcast_value(latest_step(root, step) if world.is_main else 0, int)
+            saved = of_main(world, lambda: latest_step(root, step), int)
         history = past.history if past.asked is None else None
         with (
             _mirror(process, disk, step, saved, history) as mirror,
@@ -315,7 +285,8 @@ def _train(process: RankProcess, attempt: Attempt) -> Ended:
         if found is None:
             raise
         refuse(found.directory, str(error), "another", world)
-        return Ended(Outcome.UNREADABLE, found, problem=str(error))
+        where = Destination.NODES if found.is_local else Destination.RUN_DIRECTORY
+        return Ended(Outcome.UNREADABLE, Candidate(found.step, where, problem=str(error)))
     except SpikeFound as raised:
         return Ended(Outcome.DIVERGED, spike=raised.spike)
     except (RuntimeError, MemoryError, OSError) as error:

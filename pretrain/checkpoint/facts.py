@@ -55,6 +55,7 @@ class Refusal:
     """Why nothing is resumed: what is missing, and what to do, in one line."""
 
     sentence: str
+    may_pass: bool = False  # the reason for one of the candidates
 
 
 @dataclass(frozen=True)
@@ -112,21 +113,16 @@ def choose(
         (each for each in candidates if not each.problem),
         key=lambda each: (-each.step, _ORDER.index(each.destination)),
     )
-    if asked is not None:
-        if asked == 0:
-            return None
-        chosen = next((each for each in whole if each.step == asked), None)
-        return chosen or Refusal(
-            f"--from-step asks for step {asked}, but {_whereabouts(asked, facts, candidates)}; "
-            f"{_advice(whole)}"
-        )
     least = newest(facts, Destination.RUN_DIRECTORY, Destination.STORE)
-    if whole and whole[0].step >= least:
-        return whole[0]
-    if not least and not candidates:
+    if asked == 0 or (asked is None and not least and not candidates):
         return None
-    lost = least or max(each.step for each in candidates)
-    return Refusal(f"{_whereabouts(lost, facts, candidates)}; {_advice(whole)}")
+    for each in whole:
+        if each.step == asked or (asked is None and each.step >= least):
+            return each
+    lost = asked or least or max(each.step for each in candidates)
+    asks = f"--from-step asks for step {asked}, but " if asked else ""
+    may_pass = any(each.may_pass for each in candidates)
+    return Refusal(f"{asks}{_whereabouts(lost, facts, candidates)}; {_advice(whole)}", may_pass)
 
 
 def _whereabouts(step: int, facts: Sequence[Fact], candidates: Sequence[Candidate]) -> str:

@@ -95,15 +95,6 @@ def find_resume_point(
             return found
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What rank 0 has chosen, as it tells the others."""
-
-    candidate: Candidate | None = None
-    refusal: str = ""
-    may_pass: bool = False
-
-
 @dataclass
 class _Look:
     """One look at all destinations. What it lists is on rank 0 alone."""
@@ -129,10 +120,11 @@ class _Look:
         self.facts = list(self.past.facts) if self.before is None else []
         self._list(failed)
         while True:
-            choice = broadcast_value(self._choose(), _Choice)
-            if choice.refusal:
-                raise (UnreadableError if choice.may_pass else CheckpointError)(choice.refusal)
-            if (candidate := choice.candidate) is None:
+            choice = choose(self.facts, self.candidates, self.past.asked)
+            choice = broadcast_value(choice, Candidate | Refusal | None)  # rank 0's
+            if isinstance(choice, Refusal):
+                raise (UnreadableError if choice.may_pass else CheckpointError)(choice.sentence)
+            if (candidate := choice) is None:
                 return None
             try:
                 return self._get(candidate)
@@ -146,15 +138,6 @@ class _Look:
                 self.candidates = [
                     refused if each == candidate else each for each in self.candidates
                 ]
-
-    def _choose(self) -> _Choice:
-        if not self.world.is_main:
-            return _Choice()
-        match choose(self.facts, self.candidates, self.past.asked):
-            case Refusal(sentence):
-                return _Choice(None, sentence, any(each.may_pass for each in self.candidates))
-            case choice:
-                return _Choice(choice)
 
     # --------------------------------------------------------------------------- what is there
 

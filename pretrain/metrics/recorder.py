@@ -47,7 +47,7 @@ from pretrain.costs.flops import flops_per_token
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import (
     World,
-    broadcast_value,
+    of_main,
     raise_on_all_ranks,
     sum_over_ranks,
 )
@@ -233,8 +233,7 @@ class MetricsRecorder:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation after `step` is on disk. A collective."""
-        found = self._file is not None and has_evaluation(self._run_dir.metrics, step)
-        return broadcast_value(found, bool)
+        return of_main(self._world, lambda: has_evaluation(self._run_dir.metrics, step), bool)
 
     def unwritten(self) -> str:
         """Why metrics until now are not written, after trying once more; '' if they are.

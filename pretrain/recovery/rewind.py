@@ -217,11 +217,12 @@ class SpikeMonitor:
             advice = f"its gradients were not finite{self._or_larger}, and a run does not end with "
             advice += "skipped updates; raise optim.steps to train on, or clean the data"
             self._rewind_or_give_up(skipped, advice)
-        if suspected := self._detector.suspected:  # on rank 0
-            before = marker.latest_step(self._run_dir.checkpoints, suspected.first_step)
-            event = UnresolvedSpike(spike=suspected, before=before or None)
-            self._run_dir.ledger.append_if_possible(event)
-            logger.warning("recovery: %s", event.description)
+        with raise_on_all_ranks():
+            if suspected := self._detector.suspected:  # on rank 0
+                before = marker.latest_step(self._run_dir.checkpoints, suspected.first_step)
+                event = UnresolvedSpike(spike=suspected, before=before or None)
+                self._run_dir.ledger.append_if_possible(event)
+                logger.warning("recovery: %s", event.description)
 
     def check_saved(self, step: int, error: NonFiniteError) -> NoReturn:
         """Raise on all ranks what follows a save that found values which are not finite."""

@@ -140,7 +140,7 @@ def record_start(
         if not world.is_main:
             return
         ledger = run_dir.ledger
-        environment = {name: ", ".join(sorted({each[name] for each in ranks})) for name in ranks[0]}
+        environment = environment_of_ranks(ranks)
         before = last_of(ledger.read(), TrainingBegan) if step else None
         if step and before is None:
             logger.warning(

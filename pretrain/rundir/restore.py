@@ -55,19 +55,19 @@ def restore_run(
     """
     store = ObjectStore(url, directory / SCRATCH, retry_policy)
     run_dir, existed = RunDir(directory), directory.exists()
-    try:
-        with run_dir.locked("restore"):
+    with run_dir.locked("restore"):
+        store.scratch.mkdir(exist_ok=True)
+        try:
             return _restore(store, run_dir, step)
-    except UserError:
-        # A wrong URL leaves nothing; files that have arrived stay.
-        if not existed and not any(each.is_dir() for each in store.scratch.iterdir()):
-            shutil.rmtree(store.scratch)
-            run_dir.remove_unused()
-        raise
+        except UserError:
+            # A wrong URL leaves nothing; files that have arrived stay.
+            if not existed and not any(each.is_dir() for each in store.scratch.iterdir()):
+                shutil.rmtree(store.scratch)
+                run_dir.remove_unused()
+            raise
 
 
 def _restore(store: ObjectStore, run_dir: RunDir, asked: int | None) -> int:
-    store.scratch.mkdir(exist_ok=True)
     index = store.index()
     steps = [each.step for each in index.checkpoints]
     if not steps:

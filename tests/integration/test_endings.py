@@ -91,6 +91,7 @@ class Failing:
         (MetricsFile, "append", 1),
         (Ledger, "append", 1),
         (Ledger, "append", 2),
+        (recorder, "has_evaluation", 1),
     ],
 )
 def test_an_error_of_rank_0_is_one_line_of_all_ranks(runs, where, name, number):

@@ -89,9 +89,20 @@ LAST = line_of(EVENTS[2])
         bytes(len(LAST)),
         bytes(len(LAST) - 9) + LAST[-9:],
         LAST[:9] + bytes(len(LAST) - 10) + b"\n",
+        bytes(200_000),
+        b"9" * 200_000,
         b"",
     ],
-    ids=["no end", "half", "zeros", "zeros, then its end", "zeros within", "none"],
+    ids=[
+        "no end",
+        "half",
+        "zeros",
+        "zeros, then its end",
+        "zeros within",
+        "zeros of blocks",
+        "half of a long one",
+        "none",
+    ],  # fmt: skip
 )
 def test_what_a_cut_left_of_an_event_goes_with_the_next_one(tmp_path, caplog, left):
     ledger = Ledger(tmp_path / "ledger.jsonl")

@@ -25,6 +25,7 @@ from pretrain.checkpoint import destinations
 from pretrain.checkpoint.destinations import (
     ROOT,
     RUN_FILES,
+    SCRATCH,
     Disk,
     MirrorIndex,
     ObjectStore,
@@ -203,6 +204,18 @@ def test_a_store_that_is_away_is_no_reason_to_take_an_older_checkpoint(tmp_path,
         server.requests.clear()
         assert restored(server.url, tmp_path / "restored", QUICK) == 200
         assert server.requests["metrics.jsonl"] == 0, "what had arrived is not fetched again"
+
+
+def test_a_second_fetch_into_a_directory_leaves_what_the_first_one_brings(tmp_path, monkeypatch):
+    first = RunDir(tmp_path / "restored")
+    with first.locked("restore"):
+        arrived = first.path / SCRATCH / "mirror.json"
+        arrived.parent.mkdir()
+        arrived.touch()
+        monkeypatch.setattr(Path, "exists", lambda path: False)  # as it was when they started
+        with pytest.raises(ConfigError, match="is in use by process"):
+            restore_run("file:///nowhere", first.path, QUICK)
+    assert arrived.is_file()
 
 
 def test_jobs_of_the_cluster_it_comes_from_are_not_in_the_restored_ledger(tmp_path, stored):

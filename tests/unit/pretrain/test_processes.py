@@ -51,11 +51,7 @@ from pretrain.processes.device import (
     write_last_collectives,
 )
 from pretrain.recovery import starts
-from pretrain.recovery.starts import (
-    environment_changes,
-    environment_of_rank,
-    environment_of_ranks,
-)
+from pretrain.recovery.starts import environment_changes, environment_of_rank
 from pretrain.run import set_threads_of_rank
 from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.run_dir import PACKAGES, RunDir, code_version
@@ -350,12 +346,16 @@ def test_a_start_records_the_configurations_of_a_hybrids_kernels(monkeypatch) ->
         ("n1 n1", "n1 n2", ("one", "n1, n2")),
     ],
 )
-def test_a_start_on_other_hosts_is_another_environment_of_nccl(before, now, changed) -> None:
-    starts = [
-        environment_of_ranks([{"torch": "2", "hosts of NCCL": host} for host in hosts.split()])
-        for hosts in (before, now)
-    ]
-    assert environment_changes(*starts) == ({"hosts of NCCL": changed} if changed else {})
+def test_a_start_on_other_hosts_is_another_environment_of_nccl(
+    before, now, changed, tmp_path, monkeypatch, world
+) -> None:
+    for step, hosts in enumerate((before, now)):
+        ranks = [{"torch": "2", "hosts of NCCL": host} for host in hosts.split()]
+        monkeypatch.setattr(starts, "gather_values", lambda *_, ranks=ranks: ranks)
+        where = {"world_size": len(ranks), "attempt": "a"}
+        starts.record_start(RunDir(tmp_path), world, RunConfig(), step, {}, where)
+    (*_, began) = RunDir(tmp_path).ledger.read()
+    assert began.changes == ({"hosts of NCCL": changed} if changed else {})
 
 
 def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(monkeypatch):
