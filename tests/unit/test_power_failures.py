@@ -93,16 +93,7 @@ LAST = line_of(EVENTS[2])
         b"9" * 200_000,
         b"",
     ],
-    ids=[
-        "no end",
-        "half",
-        "zeros",
-        "zeros, then its end",
-        "zeros within",
-        "zeros of blocks",
-        "half of a long one",
-        "none",
-    ],  # fmt: skip
+    ids=lambda left: f"{len(left)} bytes, {left.count(0)} zeros",
 )
 def test_what_a_cut_left_of_an_event_goes_with_the_next_one(tmp_path, caplog, left):
     ledger = Ledger(tmp_path / "ledger.jsonl")
