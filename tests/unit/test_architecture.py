@@ -212,7 +212,7 @@ MAY_BE_LOST = {
     "launcher/slurm/sbatch.py:take_code": "the job's code: sync_tree",
     "pretrain/checkpoint/destinations.py:prepare": "a save in progress: named by publish",
     "pretrain/checkpoint/destinations.py:write_file": "a rank's file: synced there",
-    "pretrain/rundir/restore.py:_restore": "what arrives: moved, then removed",
+    "pretrain/rundir/restore.py:restore_run": "what arrives: moved, then removed",
     "pretrain/checkpoint/destinations.py:read_index": "what arrives: moved by restore",
     "pretrain/scaling/sweep_file.py:begin_branch": "a branch: sync_tree, then moved",
     "pretrain/weights/export.py:write_weights": "weights: synced there",
