@@ -16,11 +16,15 @@ from pretrain.rundir.events import (
     EXIT_STOPPED,
     EXPLAINED,
     NEVER_STARTED,
+    AttemptEnded,
     AttemptReason,
+    Event,
     JobEndReason,
     NextAction,
+    TrainingBegan,
     ended_by_watchdog,
 )
+from pretrain.rundir.ledger import events_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,7 @@ EVIDENCE = {
     AttemptReason.RANK_FAILED: About.RUN,
     AttemptReason.UNSAVED: About.RUN,
 }
+_UNUSABLE_NODES = 3  # in a row, of a run that has never trained: an old driver everywhere
 # How ranks end that failed only because another one never started.
 _BYSTANDERS = {0, EXIT_STOPPED, NEVER_STARTED, -signal.SIGKILL, -signal.SIGTERM}
 
@@ -127,6 +132,15 @@ def decide(
         is_hopeless = counts and count >= policy.attempts_without_progress
         then = NextAction.GIVE_UP if is_hopeless else NextAction.RETRY
     return reason, then, count
+
+
+def are_all_unusable(ledger: Sequence[Event]) -> bool:
+    """Whether a rank's word that its node is unusable ends the run: it has never trained, and the
+    attempts before ended so, too, so that another node would hardly do."""
+    ends = events_of(ledger, AttemptEnded)[1 - _UNUSABLE_NODES :]
+    has_trained = bool(events_of(ledger, TrainingBegan))
+    reasons = [end.reason for end in ends]
+    return not has_trained and reasons == [AttemptReason.NODE_UNUSABLE] * (_UNUSABLE_NODES - 1)
 
 
 def _reason(

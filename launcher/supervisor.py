@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from foundation.errors import EXIT_USER_ERROR
+from foundation.errors import EXIT_NODE_UNUSABLE, EXIT_USER_ERROR
 from foundation.progress import duration
 from foundation.retry import CLOCK, Clock, outlast
 from launcher.restart_policy import (
@@ -21,6 +21,7 @@ from launcher.restart_policy import (
     About,
     RestartPolicy,
     StartAgain,
+    are_all_unusable,
     decide,
     delay_after,
     unresponsive_rank,
@@ -179,7 +180,9 @@ class _Attempts:
             is_complete = after >= run_dir.config.optim.steps
         if after > before:
             self.waits_since = None
-        patience = run_dir.patience.seconds
+        patience, can_requeue = run_dir.patience.seconds, self.job is not None
+        if can_requeue and EXIT_NODE_UNUSABLE in statuses:
+            can_requeue = not are_all_unusable(run_dir.ledger.read())
         reason, then, self.count = decide(
             statuses,
             after > before,
@@ -188,7 +191,7 @@ class _Attempts:
             stop_requested=self.stop.requests > 0,
             is_complete=is_complete,
             may_wait=self._waited < patience or self.waits_since is None,
-            can_requeue=self.job is not None,
+            can_requeue=can_requeue,
         )
         is_hung = any(map(ended_by_watchdog, statuses))
         return AttemptEnded(

@@ -7,6 +7,7 @@ import errno
 
 import pytest
 
+from foundation.errors import EXIT_NODE_UNUSABLE
 from launcher.run_state import read_state
 from pretrain.rundir.events import (
     EXIT_SITE_FAILED,
@@ -64,6 +65,18 @@ def test_after_the_patience_the_job_starts_again_without_the_node(batch, statuse
     assert [end.node] == (excluded or [None])
     assert ("scontrol update JobId=7" in batch.commands) is bool(excluded)
     assert read_state(batch.run_dir.path).state == "requeued"
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_run_that_finds_only_unusable_nodes_is_refused_unless_it_has_trained(batch, has_trained):
+    """Such as a driver that is too old everywhere, on nodes that the user named."""
+    batch.fields = {"ReqNodeList": "n[1-2]"}
+    if has_trained:
+        batch.write(BEGUN)
+    assert batch.run(statuses=[(EXIT_NODE_UNUSABLE, -9)]) == (EXIT_STOPPED if has_trained else 2)
+    attempts = events_of(batch.run_dir.ledger.read(), AttemptEnded)
+    assert (len(attempts) == 3) is (not has_trained)
+    assert (batch.clock.time < 60) is (not has_trained)
 
 
 def test_a_rank_that_fails_by_itself_counts_although_another_one_never_started(batch):

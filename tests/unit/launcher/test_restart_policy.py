@@ -6,7 +6,13 @@ from dataclasses import replace
 import pytest
 
 from foundation.errors import EXIT_NODE_UNUSABLE
-from launcher.restart_policy import RestartPolicy, decide, delay_after, unresponsive_rank
+from launcher.restart_policy import (
+    RestartPolicy,
+    are_all_unusable,
+    decide,
+    delay_after,
+    unresponsive_rank,
+)
 from launcher.run_state import read_state
 from launcher.slurm.former_starts import (
     attempts_without_progress,
@@ -322,6 +328,21 @@ def test_a_node_whose_own_rank_says_that_it_is_unusable_is_excluded_at_once():
     said = replace(attempt("7", RETRY, 0, 0, 3), reason=AttemptReason.NODE_UNUSABLE)
     ledger = [job_started("7"), attempt("7", RETRY, 0, 0, 0), said]
     assert node_to_exclude(ledger, "7", STEP.node_of) == STEP.node_of(3)
+
+
+@pytest.mark.parametrize(
+    ("ends", "has_trained", "expected"),
+    [("uu", False, True), ("ruu", False, True), ("u", False, False), ("ur", False, False),
+     ("uru", False, False), ("uu", True, False)],
+)  # fmt: skip
+def test_after_two_unusable_nodes_a_run_that_never_trained_takes_no_fourth(
+    ends, has_trained, expected
+):
+    """Such as a driver that is too old everywhere."""
+    reasons = {"u": AttemptReason.NODE_UNUSABLE, "r": AttemptReason.RANK_FAILED}
+    said = [replace(attempt("7", RETRY, 0, 0, 3), reason=reasons[end]) for end in ends]
+    began = [TrainingBegan(step=0, world_size=2)] * has_trained
+    assert are_all_unusable([job_started("7"), *began, *said]) is expected
 
 
 def test_excluded_nodes_are_remembered():
