@@ -112,13 +112,14 @@ def short(text: str) -> str:
     return _LONG_WORD.sub(r"\1[...]\2", text)
 
 
-def _print_error(text: str) -> None:
+def print_error(text: str) -> None:
+    """Write an error as one line of stderr."""
     print(f"error: {printable(redacted(text))}", file=sys.stderr)
 
 
 def exit_status_of(
     command: Callable[[], int],
-    report: Callable[[str], None] = _print_error,
+    report: Callable[[str], None] = print_error,
     status_of: Callable[[Exception], int] = lambda error: own_status(error),
 ) -> int:
     """Run a command and return its exit status, also for what it raises: `status_of` that.

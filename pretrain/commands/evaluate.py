@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from foundation.cli import Answer, add_json, check_least
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, print_error
 from foundation.settings import MOST_ROWS, size_of
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.model import Precision, ProbeName, RopeExtension
+from pretrain.distributed.slurm_variables import rank_numbers
+from pretrain.processes.leaving import leave_group
 from pretrain.rundir.run_dir import run_path
 from pretrain.terminal.text import fitted_table
+
+if TYPE_CHECKING:
+    from pretrain.commands.evaluation_outputs import EvaluationOutput
 
 # What is measured besides losses -> the flags that go only with it, and their defaults.
 OWN_FLAGS: dict[str, dict[str, Any]] = {
@@ -82,8 +88,15 @@ def run(arguments: argparse.Namespace) -> int | Answer:
     _check(arguments)
     from pretrain.commands.evaluation_outputs import outputs_of  # late: torch takes seconds
 
-    if not (outputs := outputs_of(arguments)):
+    outputs: list[EvaluationOutput] = []
+
+    def measure() -> int:
+        outputs.extend(outputs_of(arguments))
         return 0
+
+    status = leave_group(measure, rank_numbers(os.environ)[1], report=print_error)
+    if not outputs:
+        return status
     values = [output.values for output in outputs]
     texts = [f"{output.title}\n\n{fitted_table(output.rows)}" for output in outputs]
     return Answer("\n\n".join(texts), values[0] if len(values) == 1 else values)

@@ -17,7 +17,7 @@ from foundation.errors import ConfigError, DataError
 from foundation.files import make_directory, path_text, write_json
 from pretrain.config.model import POSITIONS
 from pretrain.distributed.threads import keep_freed_memory, set_threads
-from pretrain.distributed.world import World, destroy_process_group, init_world
+from pretrain.distributed.world import World, init_world
 from pretrain.evaluation.evaluate import (
     ContextGrid,
     EvaluationResult,
@@ -50,27 +50,24 @@ class EvaluationOutput:
 def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
     """Measure every model that the flags name; on ranks other than the first nothing to print."""
     world = init_world()
-    try:
-        kinds = {"context_length": None, "probe": _probes, "tasks": _tasks}
-        kind = next((name for name in kinds if getattr(arguments, name)), "")
-        if kind and world.world_size > 1:
-            raise ConfigError(
-                f"--{kind.replace('_', '-')} runs on one rank, not on {world.world_size}; start it "
-                "without a launcher"
-            )
-        if world.device.type == "cpu":
-            keep_freed_memory()
-        models = [_load(arguments, path, world) for path in arguments.runs]
-        set_threads(0)
-        if kind == "context_length":
-            return _context_lengths(arguments, models)
-        measure = kinds.get(kind) or _losses
-        outputs = [
-            measure(arguments, path, TrainedScorer(trained, world))
-            for path, trained in zip(arguments.runs, models, strict=True)
-        ]
-    finally:
-        destroy_process_group()
+    kinds = {"context_length": None, "probe": _probes, "tasks": _tasks}
+    kind = next((name for name in kinds if getattr(arguments, name)), "")
+    if kind and world.world_size > 1:
+        raise ConfigError(
+            f"--{kind.replace('_', '-')} runs on one rank, not on {world.world_size}; start it "
+            "without a launcher"
+        )
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    models = [_load(arguments, path, world) for path in arguments.runs]
+    set_threads(0)
+    if kind == "context_length":
+        return _context_lengths(arguments, models)
+    measure = kinds.get(kind) or _losses
+    outputs = [
+        measure(arguments, path, TrainedScorer(trained, world))
+        for path, trained in zip(arguments.runs, models, strict=True)
+    ]
     return outputs if world.is_main else []
 
 

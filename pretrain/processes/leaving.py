@@ -26,6 +26,7 @@ def leave_group(
     work: Callable[[], int],
     world_size: int,
     status_of: Callable[[Exception], int] = own_status,
+    report: Callable[[str], None] = logger.error,
 ) -> int:
     """Do a rank's work, and close its group if all ranks do: the exit status.
 
@@ -35,7 +36,7 @@ def leave_group(
 
     status = 1
     try:
-        status = exit_status_of(work, report=logger.error, status_of=status_of)
+        status = exit_status_of(work, report=report, status_of=status_of)
     finally:
         if world_size == 1 or status in (0, EXIT_STOPPED):
             destroy_process_group()

@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from launcher.cli import main
 from launcher.run_state import read_state
+from pretrain.cli import main as evaluate_main
 from pretrain.distributed.world import init_world
 from pretrain.processes.leaving import leave_group
 from pretrain.processes.local_ranks import RankGroup, train_command
@@ -80,6 +82,24 @@ def test_only_ranks_that_end_well_wait_for_each_other(tmp_path, ends, statuses):
     log = (tmp_path / "rank-1.log").read_text()
     assert log.count("Traceback") == isinstance(ends[1], str)
     assert str(ends[1]) in log or not isinstance(ends[1], str)
+
+
+def evaluate_on_rank_1(run: Path) -> int:
+    """Evaluate what only rank 1 cannot open; rank 0 is inside a collective."""
+    install(Stub(gpus=0))
+    if os.environ["RANK"] == "1":
+        return evaluate_main(["evaluate", str(run)])
+    init_world()
+    dist.barrier()
+    return 0
+
+
+def test_a_rank_that_cannot_evaluate_waits_for_no_other(tmp_path):
+    ranks = ForkedRanks(2, partial(evaluate_on_rank_1, tmp_path / "none"), tmp_path)
+    until(lambda: ranks.statuses[1] is not None, 300)
+    ranks.processes[0].kill()
+    assert ranks.statuses[1] == 2
+    assert "error: " in (tmp_path / "rank-1.log").read_text()
 
 
 @pytest.mark.slow
