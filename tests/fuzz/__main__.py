@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import faulthandler
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 from foundation.own_programs import own_command
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
 
     from tests.fuzz.mutations import Change
     from tests.fuzz.target import Target
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 PROCESSES = 2
 BATCH_SECONDS = 4.0
 FIRST_BATCH = 5
+UNKNOWN_TARGET = 2
 # Then the process ends, with its stacks: nothing else can stop native code. By the clock on the
 # wall, so a machine that has other work needs many times what an example may take.
 STUCK_SECONDS = 900.0
@@ -75,6 +77,12 @@ def supervise(arguments: argparse.Namespace) -> int:
     while any(process.poll() is None for process in processes) or time.monotonic() < end:
         time.sleep(0.5)
         for number, process in enumerate(processes):
+            if process.poll() == UNKNOWN_TARGET:
+                print((folder / f"worker-{number}" / "stderr.txt").read_text(), end="")
+                for other in processes:
+                    other.kill()
+                    other.wait()
+                return UNKNOWN_TARGET
             if process.poll() is not None and time.monotonic() < end:
                 _record_death(folder, number, process.returncode)
                 processes[number] = _start(arguments, number, end)
@@ -149,7 +157,7 @@ def save_finding(folder: Path, tree: dict, text: str, place: str) -> None:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Examine every single change, then random examples of all targets until the time is over."""
+    """Examine the targets in turn until the time is over: random and single changes of each."""
     from tests.fuzz.examine import bounded_memory, try_changes
     from tests.fuzz.targets import Workplace
 
@@ -157,49 +165,50 @@ def work(arguments: argparse.Namespace) -> None:
     own = arguments.findings.resolve() / f"worker-{arguments.worker}"
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         targets = Workplace(Path(name)).make()
-        chosen = [each for each in targets if not arguments.targets or each in arguments.targets]
+        chosen = arguments.targets or list(targets)
+        if unknown := set(chosen) - set(targets):
+            print(
+                f"error: no target {sorted(unknown)}; there are {sorted(targets)}", file=sys.stderr
+            )
+            sys.exit(UNKNOWN_TARGET)
         place = Path(name) / "work"
         place.mkdir()
-        _try_single_changes({each: targets[each] for each in chosen}, arguments, own, place, end)
         counts, sizes = Counter[str](), dict.fromkeys(chosen, FIRST_BATCH)
-        while time.monotonic() < end:
+        single = {each: _single_changes(each, targets[each], arguments, own) for each in chosen}
+        for turn in itertools.count():
             for each in random.sample(chosen, len(chosen)):
                 if time.monotonic() > end:
-                    break
+                    return
                 start, target = time.monotonic(), targets[each]
                 see = partial(_examine, own, each, target, place)
                 with bounded_memory():  # libraries that are loaded late are no example's fault
-                    try_changes(target, targets, sizes[each], see)
-                counts[each] += sizes[each]
+                    changes = list(itertools.islice(single[each], sizes[each])) if turn % 2 else []
+                    for change in changes:
+                        see(change)
+                    if not changes:
+                        try_changes(target, targets, sizes[each], see)
+                counts[each] += len(changes) or sizes[each]
                 per_second = sizes[each] / (time.monotonic() - start)
                 sizes[each] = max(FIRST_BATCH, min(400, int(BATCH_SECONDS * per_second)))
                 (own / f"counts-{os.getpid()}.json").write_text(json.dumps(counts))
 
 
-def _try_single_changes(
-    targets: Mapping[str, Target], arguments: argparse.Namespace, own: Path, place: Path, end: float
-) -> None:
-    """Examine every single change of the files, this process its share, before random ones.
+def _single_changes(
+    name: str, target: Target, arguments: argparse.Namespace, own: Path
+) -> Iterator[Change]:
+    """Yield this process' share of the single changes of a file.
 
     A process that takes the place of one that died goes on after the change that ended it.
     """
-    from tests.fuzz.examine import bounded_memory
     from tests.fuzz.target import single_changes
 
-    progress = own / "single-changes"
-    done, counts = int(progress.read_text()) if progress.exists() else 0, Counter[str]()
-    quick = {name: each for name, each in targets.items() if each.seconds < SLOW_SECONDS}
-    changes = ((name, each) for name in quick for each in single_changes(quick[name]))
-    with bounded_memory():
-        for number, (name, change) in enumerate(changes):
-            if time.monotonic() > end:
-                return
-            if number < done or number % arguments.processes != arguments.worker:
-                continue
+    progress = own / f"single-{hashlib.sha256(name.encode()).hexdigest()[:10]}"
+    done = int(progress.read_text()) if progress.exists() else 0
+    share = itertools.islice(single_changes(target), arguments.worker, None, arguments.processes)
+    for number, change in enumerate(share if target.seconds < SLOW_SECONDS else ()):
+        if number >= done:
             progress.write_text(str(number + 1))
-            _examine(own, name, quick[name], place, change)
-            counts[name] += 1
-            (own / f"counts-single-{os.getpid()}.json").write_text(json.dumps(counts))
+            yield change
 
 
 def _examine(own: Path, name: str, target: Target, place: Path, change: Change) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import random
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -192,6 +194,37 @@ def token_targets(directory: Path) -> dict[str, Target]:
         read = partial(_build_of, name, **changed)
         targets[f"tokens: {kind}"] = Target(home, path.name, read, None, is_protected=False)
     return targets
+
+
+def list_targets(directory: Path) -> dict[str, Target]:
+    """What a data set lists of itself, beside its files."""
+    import datasets
+
+    home = directory / "lists"
+    for kind in ("arrow", "mds of bytes"):
+        (home / kind).mkdir(parents=True)
+        make_input(kind, home / kind)
+    rows = datasets.Dataset.from_dict({"text": some_texts(4)})
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(str(home / "splits"))
+    (home / "tars").mkdir()
+    with tarfile.open(home / "tars" / "a.tar", "w") as archive:
+        info = tarfile.TarInfo("0.txt")
+        info.size = 5
+        archive.addfile(info, io.BytesIO(b"words"))
+    index = {"wids_version": 1, "shardlist": [{"url": "a.tar", "nsamples": 1}]}
+    (home / "tars" / "shardindex.json").write_text(json.dumps(index))
+    settings = {
+        "arrow/state.json": {"text_field": "input_ids"},
+        "mds of bytes/index.json": {"text_field": "tokens", "token_dtype": "int64"},
+        "splits/dataset_dict.json": {"tokenizer": TokenizerConfig(kind="bytes")},
+        "tars/shardindex.json": {"tokenizer": TokenizerConfig(kind="bytes")},
+    }
+    return {
+        f"list: {name}": Target(
+            home, name, partial(_build_of, name.partition("/")[0], **changed), is_protected=False
+        )
+        for name, changed in settings.items()
+    }
 
 
 UNKNOWN = TokenizerConfig(kind="unknown", vocab_size=400, end_id=399)

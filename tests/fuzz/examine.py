@@ -28,6 +28,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from data_pipeline.vocabularies import confined
 from foundation.errors import exit_status_of
 from tests.fuzz.mutations import CANARY, Change
 from tests.fuzz.target import Refused, Target, changes_of
@@ -253,7 +254,7 @@ def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
         for path, directory in _CHANGING[event]:
             descriptor = None if directory is None else arguments[directory]
             _check_change(watch, event, arguments[path], descriptor)
-    elif event in _PROCESSES:
+    elif event in _PROCESSES and confined.__name__ not in arguments[1]:
         _note(watch, f"{event} {arguments[:2]!r}")
     elif event == "pickle.find_class":
         _note(watch, f"unpickles {arguments!r}")

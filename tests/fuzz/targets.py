@@ -9,6 +9,7 @@ import yaml
 from pretrain import cli as pretrain
 from tests.fuzz.corpus_targets import (
     corpus_targets,
+    list_targets,
     shard_targets,
     text_targets,
     token_targets,
@@ -45,5 +46,6 @@ class Workplace:
             **result_targets(self.directory),
             **text_targets(self.directory),
             **token_targets(self.directory),
+            **list_targets(self.directory),
             **export_targets(export),
         }
