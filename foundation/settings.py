@@ -50,15 +50,21 @@ _NAME = re.compile(rf"(?![-.])[A-Za-z0-9._+-]{{1,{LONGEST_NAME}}}")
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `least` to `most`; `above` and `below` leave out the number itself."""
+    """The numbers from `least` to `most`; `above` and `below` leave out the number itself.
+
+    With `zero` also 0, which switches something off.
+    """
 
     least: float
     most: float
     above: bool = False
     below: bool = False
+    zero: bool = False
 
     def __contains__(self, value: float) -> bool:
         """Whether the range has the number; it never has NaN."""
+        if self.zero and value == 0:
+            return True
         enough = value > self.least if self.above else value >= self.least
         return enough and (value < self.most if self.below else value <= self.most)
 
@@ -67,7 +73,7 @@ class Range:
             f"{end:,.15g}" if end < 1e9 else f"{end:g}" for end in (self.least, self.most)
         )
         if not (self.above or self.below):
-            return f"from {least} to {most}"
+            return f"{'0 or ' if self.zero else ''}from {least} to {most}"
         low = f"above {least}" if self.above else f"at least {least}"
         return f"{low} and {f'below {most}' if self.below else f'at most {most}'}"
 

@@ -117,8 +117,13 @@ def open_mixture(
             "give all of them one, or none"
         )
     cache = cache or CacheConfig()
-    directories = (pinned_directory(part.path, cache, hashes) for part in parts)
-    corpora = [Corpus.open(directory / split, cache=cache) for directory in directories]
+    corpora = []
+    for number, part in enumerate(parts):
+        try:
+            directory = pinned_directory(part.path, cache, hashes)
+            corpora.append(Corpus.open(directory / split, cache=cache))
+        except DataError as error:
+            raise DataError(f"path of part {number} of the mixture: {error}") from None
     if not parts[0].weight:
         return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
     return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))

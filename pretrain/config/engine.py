@@ -57,7 +57,7 @@ class EngineConfig:
     """Tokens per pass through the output layer, which the backward pass repeats; 0: all."""
     micro_batch_lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
     """Most lanes per rank and forward pass; accumulation steps follow from it; 0: all lanes."""
-    watchdog_timeout_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
+    watchdog_timeout_seconds: float = setting(1800.0, Range(0.001, 1e7, zero=True), unit="seconds")
     """Longest step, evaluation or save; then a rank writes its stacks and exits; 0: no limit."""
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)
     """Merged into DeepSpeed's settings last; may not contradict a derived key."""

@@ -159,7 +159,7 @@ class ModelConfig:
     """Whether output clusters use the embedding's projections, shortlist first; []: none does."""
     z_loss: float = setting(0.0, Range(0, 1))
     """Weight of log(sum of exp(logits)) squared in the gradient; reported losses are without it."""
-    init_std: float = setting(0.02, Range(0, 10))
+    init_std: float = setting(0.02, Range(1e-6, 10))
     """Standard deviation of initial weights."""
     base_width: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
     """Narrower `d_model` for which rate, decay and initial weights hold (muP); 0: this one."""

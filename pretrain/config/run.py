@@ -86,6 +86,11 @@ class OptimConfig:
             )
         left = self.steps - self.schedule.warmup_steps
         decays_last = self.schedule.shape == "wsd"
+        if self.schedule.decay_steps and not decays_last:
+            raise ConfigError(
+                f"optim.schedule.decay_steps={self.schedule.decay_steps} is for shape=wsd, found "
+                f"shape={self.schedule.shape}; leave it out, or set optim.schedule.shape=wsd"
+            )
         if decays_last and self.schedule.decay_steps > left:
             raise ConfigError(
                 f"optim.schedule.decay_steps={self.schedule.decay_steps} is longer than the {left} "
@@ -192,7 +197,7 @@ class RecoveryConfig:
 
     skip_grad_norm: float = setting(0.0, Range(0, MOST))
     """Skip steps whose gradient has a larger norm; 0: only non-finite ones."""
-    spike_threshold: float = setting(8.0, Range(0, 1e6))
+    spike_threshold: float = setting(8.0, Range(0.1, 1e6, zero=True))
     """Robust standard deviations above the median that make a loss anomalous; 0: recovery off."""
     max_rewinds: int = setting(3, Range(0, 1_000_000), unit="rewinds")
     """Rewinds after which the run stops, with a report."""

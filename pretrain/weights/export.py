@@ -257,7 +257,10 @@ def check_initial_weights(run: RunConfig) -> None:
     export = run.initial_weights
     if export is None:
         return
-    tree = checked_export(export)
+    try:
+        tree = checked_export(export)
+    except CheckpointError as error:
+        raise CheckpointError(f"initial_weights: {error}") from None
     _refuse_other_tokens(run, export)
     with opened(export / WEIGHTS) as handle:
         names = handle.keys()

@@ -65,6 +65,10 @@ CONTRADICTIONS = {
     "data.phases=[{from_step:30,lanes:8},{from_step:30,lanes:4}]": r"data\.phases.* \[30, 30\]",
     "metrics.profile_steps=[3,2]": r"metrics\.profile_steps=\[3, 2\]",
     "metrics.profile_steps=[0,2]": r"metrics\.profile_steps=\[0, 2\]",
+    "optim.schedule.decay_steps=9": r"optim\.schedule\.decay_steps=9 .* shape=cosine",
+    "model.init_std=0": r"model\.init_std=0(\.0)? must",
+    "recovery.spike_threshold=1e-320": r"recovery\.spike_threshold=1e-320 .*0 or from 0\.1",
+    "engine.watchdog_timeout_seconds=1e-320": r"engine\.watchdog_timeout_seconds=",
     "optim.steps=40 optim.schedule.warmup_steps=80": r"warmup_steps=80 .*warmup_steps=2$",
     "optim.steps=100 optim.schedule={shape:wsd,warmup_steps:80,decay_steps:21}": (
         r"decay_steps=21 .* 20 steps"

@@ -241,7 +241,8 @@ HYBRID = "model.layer_kinds=[deltanet, deltanet, deltanet, attention]"
 @pytest.mark.parametrize("steps", [0, 300])
 def test_settings_of_the_command_line_are_in_the_file_and_the_size_is_as_asked(steps, tmp_path):
     text = TrainingText(path=Path("c"), tokens=10**7, longest_document=9000, vocab_size=4000)
-    overrides = [HYBRID, "optim.name=muon", "optim.schedule.decay_steps=7", "data.lanes=4"]
+    overrides = [HYBRID, "optim.name=muon", "optim.schedule={shape: wsd, decay_steps: 7}"]
+    overrides.append("data.lanes=4")
     run = new_experiment("mine", text, 3e6, steps=steps, overrides=overrides)
     assert run.model.num_layers % 4 == 0
     assert cost_of(run).parameters == pytest.approx(3e6, rel=0.4)
