@@ -26,6 +26,7 @@ from data_pipeline.corpora.fetch import (
 )
 from data_pipeline.corpora.lengths import lengths_file
 from data_pipeline.corpora.manifest import (
+    MANIFEST_NAME,
     SPLITS,
     TOKENIZER_DIRECTORY,
     Manifest,
@@ -38,6 +39,7 @@ from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
+from data_pipeline.shards.mds import INDEX_NAME, SUFFIX, read_index
 from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
 from foundation.cli import check_least
@@ -93,7 +95,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         num_lanes = 0 if split.name == "validation" else arguments.lanes or usual
         print(printable("\n".join(describe_split(split, num_lanes, arguments.seed))))
         if arguments.packing:
-            print("\n".join(describe_packing(Corpus.open(split), arguments.packing)))
+            corpus = Corpus.open(split, cache=CacheConfig())
+            print("\n".join(describe_packing(corpus, arguments.packing)))
     if hash_of_all := corpus_hash(directory):
         print(f"manifest_hash      {hash_of_all}  (all splits)")
     return 0
@@ -142,6 +145,7 @@ def verify_split(path: Path, report: Callable[[str], None]) -> list[str]:
     for number in range(len(manifest.shards)):
         problems += _shard_problems(path, manifest, number)
         report(f"{path.name}: {number + 1}/{len(manifest.shards)} shards")
+    problems += _index_problems(path, manifest)
     try:
         Tokenizer.load(path.parent / TOKENIZER_DIRECTORY)
         check_tokenizer(path, manifest.tokenizer)
@@ -176,6 +180,21 @@ def _check_tokens(shard: ShardReader, manifest: Manifest) -> None:
                 f"{tokens[-1]}, expected tokens below {manifest.vocab_size} and "
                 f"{manifest.end_id} at the end; build the corpus again"
             )
+
+
+def _index_problems(path: Path, manifest: Manifest) -> list[str]:
+    """Compare the index that stock readers of MDS need with the manifest."""
+    expected = {
+        shard.path: shard.documents for shard in manifest.shards if shard.path.endswith(SUFFIX)
+    }
+    try:
+        index = read_index(path) if expected else []
+        found = {entry["raw_data"]["basename"]: entry["samples"] for entry in index}
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if found == expected:
+        return []
+    return [f"{path / INDEX_NAME} does not list the shards of {MANIFEST_NAME}; build it again"]
 
 
 def describe_split(path: Path, num_lanes: int, seed: int) -> Iterator[str]:

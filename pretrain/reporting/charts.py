@@ -11,7 +11,6 @@ from __future__ import annotations
 import html
 import io
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,11 +95,11 @@ class Panel:
 
 def canvas(height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     """A figure with one chart, and its axes."""
-    os.environ["MATPLOTLIBRC"] = str(STYLE)  # else that of the working directory is obeyed
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rc_file(STYLE, use_default_template=False)
+    # From its defaults, not from the matplotlibrc of the working directory, which may be anybody's.
+    matplotlib.rc_file(STYLE, use_default_template=True)
     figure = Figure(figsize=(CHART_WIDTH_INCHES, height_inches))
     axes = figure.subplots()
     axes.set_xlabel(x_label)

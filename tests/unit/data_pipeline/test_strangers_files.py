@@ -20,6 +20,7 @@ from tokenizers import models
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.records import MOST_BESIDE_TEXT, Reject, document_of_json
 from data_pipeline.builder.sources import list_sources
+from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.stores import RetryPolicy, StoreError, store_at
@@ -205,3 +206,13 @@ def test_a_child_that_has_ended_is_replaced_also_after_a_fork():
         os._exit(tokenizer.encode("abba").tolist() != expected)
     assert os.waitpid(forked, 0)[1] == 0
     assert tokenizer.encode("abba").tolist() == expected
+
+
+@pytest.mark.parametrize("damage", ["lost", "{", '{"shards": []}', '{"shards": [{"samples": 9}]}'])
+def test_verify_looks_at_the_index_that_stock_readers_need(tmp_path, capsys, damage):
+    corpus = make_tiny_corpus(tmp_path / "corpus")
+    assert main(["verify", str(corpus)]) == 0
+    index = corpus / "train" / "index.json"
+    index.unlink() if damage == "lost" else index.write_text(damage)
+    assert main(["verify", str(corpus)]) != 0
+    assert str(index) in capsys.readouterr().err

@@ -4,6 +4,8 @@ import datetime
 import html
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -334,3 +336,13 @@ def test_recorded_runs_of_excessive_rates_alone_are_warned_of(tmp_path, name):
     run = replace(RUN, optim=replace(RUN.optim, schedule=schedule))
     found = warned(tmp_path, run, losses=RECORDED[name]["losses"][:200])
     assert ["too high" in warning for warning in found] == [True] * (": rate" in name)
+
+
+def test_figures_do_not_obey_the_working_directory(tmp_path):
+    Path("matplotlibrc").write_text("text.usetex: True\nbackend: module://x\n")
+    code = (
+        "from pretrain.reporting.charts import canvas\nimport io, matplotlib\n"
+        "figure, _ = canvas(2.0, 'x', 'y')\nfigure.savefig(io.BytesIO(), format='svg')\n"
+        "assert not matplotlib.rcParams['text.usetex']\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,6 +19,7 @@ from foundation.retry import Patience
 from foundation.settings import settings_of, to_tree
 from pretrain.checkpoint.directory import INDEX
 from pretrain.checkpoint.facts import Destination
+from pretrain.cli import main
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import (
     EngineConfig,
@@ -510,3 +511,13 @@ def test_holes_of_a_file_are_not_read(tmp_path, read):
     assert not read(path)
     assert tracemalloc.get_traced_memory()[1] < 32 << 20
     tracemalloc.stop()
+
+
+def test_training_into_what_others_may_write_is_refused(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o777)
+    assert main(["train", str(tmp_path / "a.yaml"), "--run-dir", str(run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert "chmod" in error
+    assert not list(run_dir.iterdir())
