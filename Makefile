@@ -168,7 +168,7 @@ fuzz: $(DEV_STAMP)  ## hostile files for MINUTES minutes (60) on two cores; find
 crash-states: $(DEV_STAMP)  ## start from every state that a power failure can leave of a run and of builds
 	OMP_NUM_THREADS=1 python -m tests.crash_states --all
 
-histories: $(DEV_STAMP)  ## random histories of checkpoints for MINUTES minutes (60), from SEED; what fails is printed, shrunk
+histories: $(DEV_STAMP)  ## random histories of checkpoints and supervisors for MINUTES minutes (60), from SEED; what fails is printed, shrunk
 	python -m tests.histories --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 golden: $(DEV_STAMP)  ## compare the model with recorded results: those in tests/golden and, if present, ../shared/golden

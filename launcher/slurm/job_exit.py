@@ -195,6 +195,7 @@ class JobExit:
             self._step_before = latest_step(self._run_dir)
         self._num_seen = 0
         self._is_written = False
+        self.has_given_up = False
 
     def claim(self, attempt: int) -> str:
         """Claim the run for this attempt, and return its token. Ranks of earlier attempts cannot
@@ -334,6 +335,7 @@ class JobExit:
             step_before=self._step_before,
         )
         event = self._recorded(event)
+        self.has_given_up = event.reason is JobEndReason.ERROR  # also instead of a requeue
         needs_resume = event.is_final or event.reason is JobEndReason.CANCELED
         advice = f"; 'launcher resume {self._run_dir.path}' continues the run"
         _log.info("%s%s", event.description, advice if needs_resume else "")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from foundation.errors import ConfigError, UserError
-from foundation.retry import CLOCK, Clock
+from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
+from foundation.retry import CLOCK, Clock, outlast
 from foundation.settings import load_config
 from launcher.restart_policy import RestartPolicy, StartAgain, add_policy_arguments, policy_of
 from launcher.slurm.client import Slurm
@@ -22,7 +22,7 @@ from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from launcher.slurm.srun import Probe, SlurmRanks, Step, probe_nodes
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
 from launcher.supervisor import is_complete, latest_step, supervise
-from pretrain.config.run import RunConfig
+from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.events import (
     EXIT_STOPPED,
@@ -98,16 +98,19 @@ def _train(
 ) -> int:
     """Train as long as this start of the job does, and record its end; the exit status."""
     refuse_foreign_run(arguments.run_dir)  # also a cell's, which others than its array may have
-    config = load_config(RunConfig, Snapshot(arguments.run_dir).experiment)
-    seconds = config.checkpoint.storage_patience_seconds
-    run_dir = RunDir(arguments.run_dir, stop.patience(seconds, job_exit.poll, site.clock))
-    if ended := end_of_start(run_dir.ledger.read(), job):
-        return job_exit.complete(ended)
-    if is_complete(run_dir, config):  # the job was requeued after its end
-        _log.info("%s is done: there is nothing to do", run_dir.path)
-        return 0
+    # Storage may be away when the job starts, and with it the setting that says for how long.
+    usual = stop.patience(CheckpointConfig().storage_patience_seconds, job_exit.poll, site.clock)
+    experiment = Snapshot(arguments.run_dir).experiment
     status = EXIT_STOPPED
     with contextlib.suppress(StopWhileWaiting):
+        config = outlast(usual, lambda: load_config(RunConfig, experiment))
+        seconds = config.checkpoint.storage_patience_seconds
+        run_dir = RunDir(arguments.run_dir, stop.patience(seconds, job_exit.poll, site.clock))
+        if ended := end_of_start(run_dir.ledger.read(), job):
+            return job_exit.complete(ended)
+        if is_complete(run_dir, config):  # the job was requeued after its end
+            _log.info("%s is done: there is nothing to do", run_dir.path)
+            return 0
         if job_exit.is_allocated():
             await_former_ranks(job, run_dir, site, job_exit.poll)
             begin(job, run_dir, site.slurm, job_exit.began)
@@ -116,7 +119,7 @@ def _train(
                 job, run_dir, policy, stop, job_exit, arguments.spare_nodes, site
             )
     job_exit.finish(status)
-    return status
+    return EXIT_USER_ERROR if job_exit.has_given_up else status
 
 
 def _make_attempts(

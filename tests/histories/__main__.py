@@ -7,7 +7,10 @@ import importlib
 import os
 
 # name -> its module and class, imported when it is asked for
-MACHINES = {"checkpoints": ("tests.histories.checkpoint_machine", "CheckpointHistory")}
+MACHINES = {
+    "checkpoints": ("tests.histories.checkpoint_machine", "CheckpointHistory"),
+    "supervisor": ("tests.histories.supervisor_machine", "SupervisorHistory"),
+}
 
 
 def main() -> int:

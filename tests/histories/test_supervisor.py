@@ -1,0 +1,60 @@
+"""Random histories of supervised runs, the same ones every time, and those that failed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.histories.runner import replay, run_histories
+from tests.histories.supervisor_machine import SupervisorHistory
+
+BATCHES, HISTORIES, RULES = 10, 100, 10
+
+FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "a job that was renamed was called unknown while it trained": [
+        ("update", {"after": 25.0, "how": "name"}),
+        ("look", {"after": 70.0}),
+        ("resume", {"after": 70.0}),
+    ],
+    "a comment that is not UTF-8 ended the supervisor with the next failed rank": [
+        ("update", {"after": 25.0, "how": "comment"}),
+        ("plan_attempts", {"kinds": ["crash"]}),
+    ],
+    "a banner on stdout ended status and resume with tracebacks": [
+        ("change_mood", {"after": 25.0, "seconds": 200.0, "mood": "banner"}),
+        ("look", {"after": 70.0}),
+        ("resume", {"after": 70.0}),
+    ],
+    "logs that somebody removed ended the run at its next stop": [
+        ("remove_logs", {"after": 70.0}),
+        ("send_signal", {"after": 140.0, "number": 10, "to_ranks": False}),
+    ],
+    "storage that failed three times was evidence against the run": [
+        ("plan_attempts", {"kinds": ["storage"] * 4}),
+    ],
+    "ranks that never started three times were a run without progress": [
+        ("plan_attempts", {"kinds": ["unstarted", "unlaunched", "unstarted", "unlaunched"]}),
+    ],
+    "a job that launches no more steps burnt its attempts": [
+        ("plan_attempts", {"kinds": ["step limit"] * 2}),
+    ],
+    "a supervisor that was killed while storage was away failed at its next start": [
+        ("kill_supervisor", {"after": 2.0}),
+        ("take_storage_away", {"after": 0.0, "seconds": 40.0}),
+    ],
+    "nodes were waited for after Slurm had taken the start": [
+        ("break_node", {"after": 0.0, "seconds": 900.0, "node": 1, "how_far": 0}),
+        ("requeue", {"after": 70.0, "held": False}),
+    ],
+}
+
+
+@pytest.mark.parametrize("seed", range(BATCHES))
+def test_a_run_trains_or_says_why_it_cannot_whatever_happens_at_night(seed: int) -> None:
+    run_histories(SupervisorHistory, HISTORIES, seed, RULES)
+
+
+@pytest.mark.parametrize("name", FAILED_ONCE)
+def test_histories_that_failed_once_are_mended(name: str) -> None:
+    replay(SupervisorHistory, FAILED_ONCE[name])
