@@ -12,11 +12,14 @@ import torch.utils.cpp_extension
 from foundation.errors import NodeError
 from launcher.commands.preflight import PairResult, rate_nodes
 from launcher.slurm import client
+from launcher.slurm.srun import SlurmRanks
+from pretrain.distributed import world
 from pretrain.distributed.rank_device import use_device
 from pretrain.distributed.world import world_from_environment
 from pretrain.engines.deepspeed_engine import _import_deepspeed
 from pretrain.processes.node_check import reason_of, unmeasured
 from pretrain.processes.node_findings import RankMeasurement
+from pretrain.rundir.events import NEVER_STARTED
 from tests.gpu_stubs.devices import Stub, cuda_functions
 
 ROOT = Path(__file__).parents[3]
@@ -46,11 +49,11 @@ ELSEWHERE = {
     6: "test_rounds.py::test_rounds_grow_with_the_logarithm",
     11: "test_rank_device.py::test_deepspeed_takes_the_only_gpu_that_a_bound_task_sees",
     15: f"{_THIS}test_a_surrounding_job_does_not_change_what_is_asked_of_slurm",
-    16: "test_srun.py::test_a_probe_tells_how_far_each_node_has_come",
+    16: f"{_THIS}test_srun_s_own_error_is_shown_where_no_rank_started",
     17: f"{_THIS}test_deepspeed_compiles_nothing_when_a_run_starts",
     18: "test_processes.py::test_a_rank_gets_what_nobody_has_set",
-    20: "test_rank_device.py::test_a_rank_of_a_job_takes_its_gpu_or_says_what_its_node_lacks",
-    22: "test_rank_device.py::test_a_rank_of_a_job_takes_its_gpu_or_says_what_its_node_lacks",
+    20: f"{_THIS}test_a_rank_makes_its_gpu_current_before_anything_uses_one_and_names_it_to_nccl",
+    22: f"{_THIS}test_a_rank_makes_its_gpu_current_before_anything_uses_one_and_names_it_to_nccl",
     24: "test_starts.py::test_only_ranks_that_end_well_wait_for_each_other",
     25: "test_starts.py::test_a_group_that_is_not_made_in_time_ends_with_stacks",
 }
@@ -120,3 +123,36 @@ def test_deepspeed_compiles_nothing_when_a_run_starts(monkeypatch, world):
     monkeypatch.setattr(torch.utils.cpp_extension, "load", None)
     deepspeed = _import_deepspeed(torch.device("cpu"))
     assert deepspeed.ops.__compatible_ops__ == {"deepspeed_shm_comm": False}
+
+
+def test_a_rank_makes_its_gpu_current_before_anything_uses_one_and_names_it_to_nccl(monkeypatch):
+    used: list[object] = []
+    for name, value in {**cuda_functions(Stub()), "set_device": used.append}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("init", "synchronize"):  # what makes a context, on GPU 0 if none is chosen
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: used.append(name))
+    monkeypatch.setattr(world, "meeting_store", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        torch.distributed,
+        "init_process_group",
+        lambda _, **options: used.append(("nccl", options["device_id"])),
+    )
+    for name, value in {**RANK, "MASTER_ADDR": "n1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "_FORMER_VARIABLES", {})
+    world.init_world()
+    own = torch.device("cuda", 3)
+    assert used == [own, ("nccl", own)]
+
+
+def test_srun_s_own_error_is_shown_where_no_rank_started(tmp_path):
+    ranks = SlurmRanks.__new__(SlurmRanks)  # of a step that srun could not start
+    ranks._log = tmp_path / "srun.log"
+    ranks._log.write_text(
+        "srun: error: CPU binding outside of job step allocation, allocated CPUs are: 0x0F.\n"
+        "srun: error: Task launch for StepId=7.0 failed on node n1: Unable to satisfy cpu bind\n"
+    )
+    text = ranks.describe_failure([NEVER_STARTED] * 2)
+    assert "no rank started" in text
+    assert "CPU binding outside of job step allocation" in text
