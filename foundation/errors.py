@@ -120,7 +120,7 @@ def print_error(text: str) -> None:
 def exit_status_of(
     command: Callable[[], int],
     report: Callable[[str], None] = print_error,
-    status_of: Callable[[Exception], int] = lambda error: own_status(error),
+    status_of: Callable[[Exception], int] = own_status,
 ) -> int:
     """Run a command and return its exit status, also for what it raises: `status_of` that.
 
@@ -155,8 +155,13 @@ def exit_status_of(
     return EXIT_USER_ERROR
 
 
-def os_error_text(error: OSError) -> str:
-    """Return the file and the reason: `RUN/metrics.jsonl: No space left on device`."""
+def os_error_text(error: Exception) -> str:
+    """Return the file and the reason: `RUN/metrics.jsonl: No space left on device`.
+
+    Of another error, such as one of the user, its own text.
+    """
+    if not isinstance(error, OSError):
+        return str(error)
     reason = error.strerror or str(error)
     if _is_out_of_inodes(error):
         reason = "No inodes left on device (it has space, but can hold no more files)"

@@ -189,7 +189,7 @@ class LocalTier:
         try:
             disk.prepare(state.step, rank_file.layout.file_bytes)
         except (OSError, UserError) as error:
-            self._failed(state.step, _text(error))
+            self._failed(state.step, os_error_text(error))
             return
         assert state.cursor is not None
         lanes, cursor = len(state.cursor.lanes), state.cursor.to_tree()
@@ -230,7 +230,7 @@ class LocalTier:
             private_directory(disk.root)
             files.remove_partial(disk.root)
         except (OSError, UserError) as error:
-            problem = _text(error)
+            problem = os_error_text(error)
         problems = gather_values(problem, str)
         if any(problems):
             if self._world.is_main:
@@ -301,10 +301,6 @@ def _first(problems: list[str]) -> str:
     """The first rank's problem, with its number; '' if there is none."""
     found = ((rank, problem) for rank, problem in enumerate(problems) if problem)
     return next((f"rank {rank}: {problem}" for rank, problem in found), "")
-
-
-def _text(error: Exception) -> str:
-    return os_error_text(error) if isinstance(error, OSError) else str(error)
 
 
 WAIT_SECONDS = 60.0  # of a run that ends or stops, for its last upload

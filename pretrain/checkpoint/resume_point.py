@@ -42,7 +42,7 @@ from pretrain.checkpoint.facts import (
     newest,
 )
 from pretrain.checkpoint.local_tier import LocalTier
-from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
+from pretrain.distributed.world import World, broadcast_value, of_main, raise_on_all_ranks
 from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ def find_resume_point(
         try:
             found = look.find(failed)
         except UnreadableError as error:
-            outage.failed(look.first_problem or str(error), WAITS, "check the disk or file server")
+            problem = next((each.problem for each in look.refused), str(error))  # on rank 0
+            outage.failed(problem, WAITS, "check the disk or file server")
             if broadcast_value(outage.is_over_patience, bool):  # rank 0's clock decides
                 look.report()
                 raise
@@ -111,9 +112,11 @@ class _Look:
     stores: dict[str, tuple[ObjectStore, MirrorIndex]] = field(default_factory=dict)
 
     @property
-    def first_problem(self) -> str:
-        """Why the latest candidate is refused (rank 0); '' if none is."""
-        return next((each.problem for each in self._refused()), "")
+    def refused(self) -> list[Candidate]:
+        """The candidates with problems, the latest first (rank 0)."""
+        return sorted(
+            (each for each in self.candidates if each.problem), key=lambda each: -each.step
+        )
 
     def find(self, failed: Collection[Candidate]) -> marker.Checkpoint | None:
         """Return the first candidate that all ranks verify; CheckpointError if refused."""
@@ -187,7 +190,7 @@ class _Look:
         except (UserError, OSError) as error:
             if isinstance(error, NotFetchedError) and error.is_absent:
                 return
-            text = os_error_text(error) if isinstance(error, OSError) else str(error)
+            text = os_error_text(error)
             logger.warning("%s: not asked for checkpoints: %s", url, text)
             if lost := least or self.before or self.past.asked:
                 problem = f"{url} could not be asked ({text.partition(';')[0]})"
@@ -232,14 +235,14 @@ class _Look:
         if candidate.destination is Destination.STORE:
             self._bring(candidate)
         directory, start = files.step_directory(self.root, candidate.step), time.monotonic()
-        index: dict[str, Any] = {}
-        with raise_on_all_ranks():
-            if self.world.is_main:
-                found = marker.read_index(directory, self.run_id)
-                if not self.past.history.stands(found.step, found.attempt):
-                    raise UndoneError(f"{directory}: {marker.UNDONE}")
-                index = found.index
-        found = marker.Checkpoint(directory, broadcast_value(index, dict[str, Any]))
+
+        def index() -> dict[str, Any]:
+            found = marker.read_index(directory, self.run_id)
+            if not self.past.history.stands(found.step, found.attempt):
+                raise UndoneError(f"{directory}: {marker.UNDONE}")
+            return found.index
+
+        found = marker.Checkpoint(directory, of_main(self.world, index, dict[str, Any]))
         with raise_on_all_ranks():
             marker.check_share(found, self.world.rank, self.world.world_size)
         if self.world.is_main:
@@ -260,12 +263,10 @@ class _Look:
                 if not self.past.history.stands(candidate.step, attempt):
                     raise UndoneError(f"step {candidate.step} in {store.url}: {marker.UNDONE}")
                 store.bring(index, candidate.step, self.root)
-            except NotFetchedError as error:
-                problems.append(UnreadableError(str(error)))
+            except (NotFetchedError, OSError) as error:
+                problems.append(UnreadableError(os_error_text(error)))
             except UserError as error:
                 problems.append(error)
-            except OSError as error:
-                problems.append(UnreadableError(os_error_text(error)))
 
         thread = threading.Thread(target=fetch, name="fetch", daemon=True)
         if self.world.is_main:
@@ -290,7 +291,7 @@ class _Look:
         """Name what was refused and what is used instead; remember what is on disk."""
         if not self.world.is_main:
             return
-        for each in self._refused():
+        for each in self.refused:
             is_repaired = found is not None and found.step == each.step
             if each.destination is Destination.RUN_DIRECTORY and not is_repaired:
                 directory = files.step_directory(self.root, each.step)
@@ -315,11 +316,6 @@ class _Look:
             shutil.rmtree(self.root.with_name(SCRATCH), ignore_errors=True)
         if self.local is not None and self.before is None:
             self.local.tell_unused(step, newest(self.facts, Destination.NODES))
-
-    def _refused(self) -> list[Candidate]:
-        return sorted(
-            (each for each in self.candidates if each.problem), key=lambda each: -each.step
-        )
 
 
 def refuse(directory: Path, reason: str, using: str, world: World) -> None:

@@ -28,7 +28,7 @@ from pretrain.checkpoint.resume_point import NOTHING, find_resume_point
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, first_step_at
 from pretrain.costs.flops import bins_of, tail_shares
-from pretrain.distributed.world import World, broadcast_value, raise_on_all_ranks
+from pretrain.distributed.world import World, broadcast_value, of_main, raise_on_all_ranks
 from pretrain.rundir.events import (
     GaveUp,
     Outcome,
@@ -304,14 +304,16 @@ def _why_no_rewind(
 
 def inherited_windows(run_dir: RunDir, world: World, step: int) -> list[range]:
     """The windows to skip in a run that resumes from `step`, on all ranks; rank 0 logs them."""
-    with raise_on_all_ranks():
-        windows = skipped_windows(run_dir.ledger.read()) if world.is_main else []
+
+    def spans() -> list[list[int]]:
+        return [[each.start, each.stop] for each in skipped_windows(run_dir.ledger.read())]
+
+    windows = [range(*span) for span in of_main(world, spans, list[list[int]])]
     reached = segments_consumed(step, windows)
-    for window in windows:
+    for window in windows if world.is_main else ():
         state = "skips" if window.start >= reached else "has skipped"
         logger.info("recovery: the run %s segments %d to %d", state, window.start, window.stop - 1)
-    spans = [[window.start, window.stop] for window in windows]
-    return [range(*span) for span in broadcast_value(spans, list[list[int]])]
+    return windows
 
 
 def segments_consumed(step: int, windows: Sequence[range]) -> int:

@@ -206,8 +206,7 @@ class Heartbeat:
                     # directory of a run that starts without a launcher.
                     is_early = isinstance(error, FileNotFoundError) and beat[2] in _STARTING
                     if not failed and not is_early:
-                        text = os_error_text(error) if isinstance(error, OSError) else str(error)
-                        logger.warning("heartbeat not written: %s", text)
+                        logger.warning("heartbeat not written: %s", os_error_text(error))
                     failed = failed or not is_early
             if self._closing.wait(WRITE_SECONDS):
                 return
