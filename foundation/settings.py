@@ -360,10 +360,7 @@ _WRONG = object()  # in place of an invalid value, whose reason is among the pro
 
 
 def load_config(
-    schema: type[T],
-    path: Path,
-    overrides: Sequence[str] = (),
-    overridden_by: str = COMMAND_LINE,
+    schema: type[T], path: Path, overrides: Sequence[str] = (), overridden_by: str = COMMAND_LINE
 ) -> T:
     """Return `path`, what it extends, and `a.b=value` overrides as a `schema` instance.
 

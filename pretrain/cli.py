@@ -47,18 +47,12 @@ COMMANDS = {
         "pretrain.commands.report",
         "show a run's loss, speed, failures and settings on one page, or several side by side",
     ),
-    "checkpoint": (
-        "pretrain.commands.checkpoint",
-        "list, verify or fetch a run's checkpoints",
-    ),
+    "checkpoint": ("pretrain.commands.checkpoint", "list, verify or fetch a run's checkpoints"),
     "verify-resume": (
         "pretrain.commands.verify_resume",
         "kill a run, resume it, and compare it bitwise with an uninterrupted one",
     ),
-    "scale": (
-        "pretrain.commands.scale",
-        "run scaling-law experiments: plan, collect, fit, report",
-    ),
+    "scale": ("pretrain.commands.scale", "run scaling-law experiments: plan, collect, fit, report"),
 }
 PROGRAM = Program(
     "pretrain",

@@ -35,11 +35,7 @@ from pretrain.checkpoint.elastic_reader import (
     restore_counters,
     restore_random_state,
 )
-from pretrain.checkpoint.replicas import (
-    non_finite_name,
-    require_equal_replicas,
-    require_finite,
-)
+from pretrain.checkpoint.replicas import non_finite_name, require_equal_replicas, require_finite
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, restarts_lanes
 from pretrain.distributed.world import (
     Worker,

@@ -32,15 +32,7 @@ from foundation.retry import WAITS, Outage, Patience, StorageError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.checkpoint.destinations import SCRATCH, MirrorIndex, ObjectStore
-from pretrain.checkpoint.facts import (
-    Candidate,
-    Destination,
-    Fact,
-    Past,
-    Refusal,
-    choose,
-    newest,
-)
+from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusal, choose, newest
 from pretrain.checkpoint.local_tier import LocalTier
 from pretrain.distributed.world import World, broadcast_value, of_main, raise_on_all_ranks
 from pretrain.terminal.text import counted

@@ -17,10 +17,7 @@ from foundation.errors import (
     PrunedError,
     printable,
 )
-from foundation.files import (
-    LARGEST_LIST_BYTES,
-    read_json,
-)
+from foundation.files import LARGEST_LIST_BYTES, read_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import marker
 from pretrain.rundir.run_dir import RunDir, run_path

@@ -24,12 +24,7 @@ from pretrain.costs.flops import (
     parameters_of,
 )
 from pretrain.costs.memory import Footprint, advice, footprint_of, largest_micro_batch
-from pretrain.costs.run_time import (
-    SLOWER_WHILE_WRITING,
-    RunTime,
-    failure_costs,
-    run_time,
-)
+from pretrain.costs.run_time import SLOWER_WHILE_WRITING, RunTime, failure_costs, run_time
 from pretrain.kernels.delta_rule import delta_rule_here
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls, run_path
 from pretrain.terminal.text import counted, si, step_time

@@ -20,14 +20,7 @@ from data_pipeline.lanes.lane_plan import comfortable_lanes
 from foundation.errors import ConfigError
 from foundation.files import absolute, refuse_overwrite, write_new
 from foundation.records import json_text
-from foundation.settings import (
-    amount_of,
-    load_config,
-    parse_config,
-    require_name,
-    size_of,
-    to_tree,
-)
+from foundation.settings import amount_of, load_config, parse_config, require_name, size_of, to_tree
 from foundation.yaml_files import SHIPPED, dump_yaml, merge, parse_override, require_yaml_name
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig

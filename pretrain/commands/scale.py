@@ -21,10 +21,7 @@ PROGRAM = Program(
             "pretrain.commands.scale_plan",
             "write a sweep of sizes at budgets, of rates, of lengths, or of variants",
         ),
-        "collect": (
-            "pretrain.commands.scale_fit:collect",
-            "write the runs of a sweep as runs.csv",
-        ),
+        "collect": ("pretrain.commands.scale_fit:collect", "write the runs of a sweep as runs.csv"),
         "fit": (
             "pretrain.commands.scale_fit:fit",
             "fit four laws: the one to rely on, its optimum at a budget, or the loss of one run",

@@ -128,12 +128,7 @@ def train_and_compare(
 
 
 def train_ranks(
-    config: Path,
-    overrides: Sequence[str],
-    run_dir: RunDir,
-    ranks: int,
-    *,
-    fault: str = "",
+    config: Path, overrides: Sequence[str], run_dir: RunDir, ranks: int, *, fault: str = ""
 ) -> None:
     """Train on ranks of this machine to the end or, with the fault sigkill@N, to step N.
 

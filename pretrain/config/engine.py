@@ -14,14 +14,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from foundation.errors import ConfigError
-from foundation.settings import (
-    MOST,
-    MOST_LANES,
-    Range,
-    assert_never,
-    check_ranges,
-    setting,
-)
+from foundation.settings import MOST, MOST_LANES, Range, assert_never, check_ranges, setting
 from pretrain.config.model import (
     POSITIONS,
     ActivationCheckpointing,

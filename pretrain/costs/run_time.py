@@ -27,10 +27,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import evaluation_sets, split_of
 from pretrain.config.run import RunConfig, spans_of_phases
 from pretrain.costs.cluster import ClusterConfig, Hardware
-from pretrain.costs.flops import (
-    computed_flops_of_step,
-    flops_of,
-)
+from pretrain.costs.flops import computed_flops_of_step, flops_of
 from pretrain.costs.memory import footprint_of
 
 

@@ -56,11 +56,7 @@ from foundation.files import await_text, write_text
 from foundation.records import from_json, to_json
 from foundation.retry import StorageError
 from pretrain.distributed.rank_device import device_of_rank, use_device
-from pretrain.distributed.slurm_variables import (
-    PORT_FILE_VARIABLE,
-    number_in,
-    rank_numbers,
-)
+from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE, number_in, rank_numbers
 
 # A tag for the loop's, one for those behind it, since both go on at once. Nothing else in a run
 # sends messages between two ranks, and torch's own tag is 0.

@@ -45,12 +45,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import DEVICES, device_named
 from pretrain.costs.flops import flops_per_token
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
-from pretrain.distributed.world import (
-    World,
-    of_main,
-    raise_on_all_ranks,
-    sum_over_ranks,
-)
+from pretrain.distributed.world import World, of_main, raise_on_all_ranks, sum_over_ranks
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.stragglers import (
     LEAST_STALL_SECONDS,

@@ -342,10 +342,7 @@ def last_logits_BTV(
 
 
 def new_stream(
-    module: TransformerXL,
-    memory_length: int,
-    longest_segment: int,
-    num_tokens: int | None = None,
+    module: TransformerXL, memory_length: int, longest_segment: int, num_tokens: int | None = None
 ) -> Stream:
     """Return the cheapest stream for the model; segments have up to `longest_segment` tokens.
 

@@ -48,12 +48,7 @@ class DropoutStream:
     draws them with numpy's generator, a GPU in the kernel that drops; the masks are the same.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        step: int,
-        lanes: Sequence[int] | Tensor,
-    ) -> None:
+    def __init__(self, seed: int, step: int, lanes: Sequence[int] | Tensor) -> None:
         self.seed = seed
         self.step = step
         self.lanes = [int(lane) for lane in lanes]
@@ -85,12 +80,7 @@ class DropoutStream:
         return dropped
 
     def keep(
-        self,
-        shape: Sequence[int],
-        rate: float,
-        site: Site,
-        layer: int = 0,
-        lane_axis: int = 0,
+        self, shape: Sequence[int], rate: float, site: Site, layer: int = 0, lane_axis: int = 0
     ) -> Tensor:
         """Return the mask of `drop` on the CPU: True with probability 1 - `realized_rate(rate)`."""
         self._check(shape, lane_axis)

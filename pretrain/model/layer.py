@@ -148,12 +148,7 @@ class RelativeAttention(nn.Module):
         query_BLNH = self._split_heads(linear(segment_BLD, self.query_weight))
         return query_BLNH if self.query_norm is None else self.query_norm(query_BLNH)
 
-    def queries(
-        self,
-        query_BLNH: Tensor,
-        positions_CX: Tensor,
-        visibility: Visibility,
-    ) -> Tensor:
+    def queries(self, query_BLNH: Tensor, positions_CX: Tensor, visibility: Visibility) -> Tensor:
         """Return `projected_queries` as `read` takes them, rotated and scaled."""
         if self._positions.rotates:
             query_BLNH = rotated_BXNH(query_BLNH, positions_CX[-query_BLNH.shape[1] :])
@@ -184,10 +179,7 @@ class RelativeAttention(nn.Module):
         return torch.stack((key_BXGH, value_BXGH), dim=2)
 
     def terms(
-        self,
-        positions_CX: Tensor,
-        content_bias_NH: Tensor | None,
-        position_bias_NH: Tensor | None,
+        self, positions_CX: Tensor, content_bias_NH: Tensor | None, position_bias_NH: Tensor | None
     ) -> ScoreTerms:
         """Return what distances add to the scores, and the sinks."""
         if self._positions.adds_bias:

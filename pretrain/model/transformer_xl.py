@@ -176,12 +176,7 @@ class TransformerXL(nn.Module):
             masks = dropout.of_segment(number) if dropout and self.training else None
             is_last = number == num_segments - 1
             hidden_BLD, memory, found = self._read_segment(
-                part_BL,
-                memory,
-                starts[number],
-                masks,
-                state,
-                carries_gradient=not is_last,
+                part_BL, memory, starts[number], masks, state, carries_gradient=not is_last
             )
             hidden.append(hidden_BLD)
             errors += found

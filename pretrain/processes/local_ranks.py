@@ -12,10 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from foundation.files import (
-    end_of,
-    own_file,
-)
+from foundation.files import end_of, own_file
 from foundation.own_programs import own_command
 from pretrain.distributed.slurm_variables import GPUS_VARIABLE, PORT_FILE_VARIABLE
 from pretrain.rundir.attempt_files import AttemptFiles

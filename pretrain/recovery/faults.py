@@ -34,10 +34,7 @@ if TYPE_CHECKING:
     from pretrain.model.lane_state import Memory
 
 VARIABLE = "PRETRAIN_FAULT"
-IN_EVALUATION = {
-    "sigterm-in-evaluation": signal.SIGTERM,
-    "sigkill-in-evaluation": signal.SIGKILL,
-}
+IN_EVALUATION = {"sigterm-in-evaluation": signal.SIGTERM, "sigkill-in-evaluation": signal.SIGKILL}
 KINDS = ("sigkill", "nan", "inf", "oom", "slow", *IN_EVALUATION)
 FORM = re.compile(rf"({'|'.join(KINDS)})(?::(\d+(?:\.\d+)?))?@([1-9]\d*)")
 

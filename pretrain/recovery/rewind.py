@@ -29,13 +29,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, first_step_at
 from pretrain.costs.flops import bins_of, tail_shares
 from pretrain.distributed.world import World, broadcast_value, of_main, raise_on_all_ranks
-from pretrain.rundir.events import (
-    GaveUp,
-    Outcome,
-    Rewind,
-    Spike,
-    UnresolvedSpike,
-)
+from pretrain.rundir.events import GaveUp, Outcome, Rewind, Spike, UnresolvedSpike
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.metrics_file import latest_measurements
 from pretrain.rundir.run_dir import RunDir

@@ -49,28 +49,10 @@ COLORS = {
     "second": SECOND,
 }
 # Colors that can be told apart, for series without an order ...
-SERIES = (
-    "#4f83d6",
-    "#d9772f",
-    "#2f9e6e",
-    "#a05bb5",
-    "#c9a02b",
-    "#d1495b",
-    "#3aa0b8",
-    "#86a03a",
-)
+SERIES = ("#4f83d6", "#d9772f", "#2f9e6e", "#a05bb5", "#c9a02b", "#d1495b", "#3aa0b8", "#86a03a")
 # ... and from purple over blue and green to amber, for series that have one: each is lighter than
 # the one before, so that they can be told apart in grey, too ...
-SPECTRUM = (
-    "#5a2695",
-    "#3550ab",
-    "#1b77ac",
-    "#229298",
-    "#39a776",
-    "#7fa841",
-    "#bca828",
-    "#efa63c",
-)
+SPECTRUM = ("#5a2695", "#3550ab", "#1b77ac", "#229298", "#39a776", "#7fa841", "#bca828", "#efa63c")
 # ... with a marker for each of a dozen.
 MARKERS = "osD^vPX<>ph8"
 # Decades that an axis spans at most -> where within a decade it has ticks; shorter axes are as

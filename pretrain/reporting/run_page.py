@@ -16,15 +16,7 @@ from foundation.yaml_files import dump_yaml
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import model_in_words
 from pretrain.reporting.charts import comparison_panels, panel_html, run_panels
-from pretrain.reporting.html import (
-    Card,
-    page,
-    paragraph,
-    preformatted,
-    section,
-    table,
-    write_page,
-)
+from pretrain.reporting.html import Card, page, paragraph, preformatted, section, table, write_page
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_history import History, warnings_of
 from pretrain.rundir.events import GaveUp, Published

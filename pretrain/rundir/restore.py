@@ -42,10 +42,7 @@ EVENTS_OF_JOBS = (Submitted, JobStarted, JobEnded, SupervisorKilled, NodeReplace
 
 
 def restore_run(
-    url: str,
-    directory: Path,
-    retry_policy: RetryPolicy | None = None,
-    step: int | None = None,
+    url: str, directory: Path, retry_policy: RetryPolicy | None = None, step: int | None = None
 ) -> int:
     """Make a run directory that resumes from a checkpoint at `url`; returns its step, the latest.
 

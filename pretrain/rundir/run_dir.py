@@ -52,14 +52,7 @@ from pretrain.config.run import RunConfig, may_change
 from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, attempts_of
 from pretrain.rundir.events import Restored, ResumeFrom, SettingsChanged, TrainingBegan
-from pretrain.rundir.ledger import (
-    Ledger,
-    asked_step,
-    facts_of,
-    history_of,
-    last_of,
-    last_stored,
-)
+from pretrain.rundir.ledger import Ledger, asked_step, facts_of, history_of, last_of, last_stored
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
 from pretrain.rundir.metrics_file import measurements_of
 

@@ -17,12 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from foundation.errors import ConfigError, DataError
-from foundation.files import (
-    LARGEST_LIST_BYTES,
-    parse_json,
-    read_csv,
-    read_text,
-)
+from foundation.files import LARGEST_LIST_BYTES, parse_json, read_csv, read_text
 from foundation.records import shown
 from foundation.yaml_files import did_you_mean
 from pretrain.terminal.text import counted
