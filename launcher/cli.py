@@ -29,10 +29,7 @@ COMMANDS = {
         "launcher.commands.logs",
         "show the log of a run's ranks, also as it grows, or only errors",
     ),
-    "cancel": (
-        "launcher.commands.cancel",
-        "stop a run, after a last checkpoint if there is time",
-    ),
+    "cancel": ("launcher.commands.cancel", "stop a run, after a last checkpoint if there is time"),
     "resume": (
         "launcher.commands.submit:resume",
         "continue a run as it was started: in a new Slurm job, or here",

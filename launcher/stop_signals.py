@@ -44,10 +44,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def patience(
-        self,
-        seconds: float,
-        meanwhile: Callable[[], None] = lambda: None,
-        clock: Clock = CLOCK,
+        self, seconds: float, meanwhile: Callable[[], None] = lambda: None, clock: Clock = CLOCK
     ) -> Patience:
         """How a supervisor waits for its run directory, with a call about once a second.
 

@@ -208,11 +208,7 @@ ARRAYS = ".arrays"  # next to the cells' directories; no cell's name starts with
 
 
 def classes(
-    cells: Sequence[CellRun],
-    cluster: ClusterConfig,
-    nodes: NodeRange,
-    *,
-    is_dry_run: bool = False,
+    cells: Sequence[CellRun], cluster: ClusterConfig, nodes: NodeRange, *, is_dry_run: bool = False
 ) -> tuple[dict[int, list[CellRun]], int]:
     """Number of nodes -> the cells that need as many: each gets the fewest within `nodes` that can
     run it. And how many cells cannot run, whose names and reasons are printed."""

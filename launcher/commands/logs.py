@@ -14,12 +14,7 @@ from pathlib import Path
 
 from foundation.cli import check_least
 from foundation.errors import ConfigError, printable
-from foundation.files import (
-    TAIL_BYTES,
-    lines_of,
-    open_appended,
-    read_together,
-)
+from foundation.files import TAIL_BYTES, lines_of, open_appended, read_together
 from launcher.error_lines import error_lines
 from launcher.run_state import State, read_states
 from pretrain.rundir.attempt_files import AttemptFiles, attempts_of
@@ -54,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the last N lines; 0: all (default %(default)s)",
     )
     parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="keep printing new lines until the run ends or Ctrl-C",
+        "--follow", action="store_true", help="keep printing new lines until the run ends or Ctrl-C"
     )
 
 

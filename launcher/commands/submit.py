@@ -11,10 +11,7 @@ from pathlib import Path
 
 from foundation.cli import add_experiment
 from foundation.errors import ConfigError
-from foundation.files import (
-    make_directory,
-    read_text,
-)
+from foundation.files import make_directory, read_text
 from foundation.settings import load_config
 from launcher.commands import local
 from launcher.restart_policy import RestartPolicy, add_policy_arguments, policy_of
@@ -64,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
     add_from_step(parser)
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the batch script; write and submit nothing",
+        "--dry-run", action="store_true", help="print the batch script; write and submit nothing"
     )
 
 

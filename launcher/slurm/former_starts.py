@@ -22,11 +22,7 @@ from pretrain.rundir.events import (
 )
 
 # Ends of starts whose last attempt nobody decided about.
-_UNDECIDED = (
-    JobEndReason.FIRST_NODE_LOST,
-    JobEndReason.SUPERVISOR_FAILED,
-    JobEndReason.NO_STEPS,
-)
+_UNDECIDED = (JobEndReason.FIRST_NODE_LOST, JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)
 _ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the node is left out
 
 

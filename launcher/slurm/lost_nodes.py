@@ -32,15 +32,7 @@ from launcher.slurm.client import Slurm, SlurmUnreachable, node_names
 from launcher.slurm.former_starts import node_to_exclude
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Snapshot, usable_nodes
-from launcher.slurm.srun import (
-    BLIND,
-    PROGRAM,
-    SILENT,
-    Probe,
-    Step,
-    kill_silently,
-    task_command,
-)
+from launcher.slurm.srun import BLIND, PROGRAM, SILENT, Probe, Step, kill_silently, task_command
 from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
 from pretrain.costs.cluster import load_cluster
 from pretrain.processes.local_ranks import set_parent_death_signal
@@ -68,10 +60,7 @@ _EMPTY_STEPS_SECONDS = 60.0  # that all of them may take
 _NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # between two probes
 _PATIENCE_BEFORE_TRAINING = 300.0  # a run that has never trained may lack a shared disk
-_REASONS = {
-    BLIND: ReplacedBecause.RUN_DIRECTORY_UNSEEN,
-    SILENT: ReplacedBecause.NOT_RESPONDING,
-}
+_REASONS = {BLIND: ReplacedBecause.RUN_DIRECTORY_UNSEEN, SILENT: ReplacedBecause.NOT_RESPONDING}
 _log = logging.getLogger(__name__)
 
 NodeProbe = Callable[[Step, Path, Callable[[], None]], Probe]

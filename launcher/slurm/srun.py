@@ -18,13 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foundation.errors import UserError
-from foundation.files import (
-    LARGEST_LINE_BYTES,
-    SMALL_FILE_BYTES,
-    end_of,
-    own_file,
-    read_together,
-)
+from foundation.files import LARGEST_LINE_BYTES, SMALL_FILE_BYTES, end_of, own_file, read_together
 from foundation.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.sbatch import Snapshot, option_flags
@@ -97,10 +91,7 @@ def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[st
 
 
 def in_container(
-    cluster: ClusterConfig,
-    task: Sequence[str],
-    mounts: Sequence[Path],
-    workdir: Path,
+    cluster: ClusterConfig, task: Sequence[str], mounts: Sequence[Path], workdir: Path
 ) -> tuple[list[str], list[str]]:
     """The flags of srun, and the command, that run Python with the arguments `task`.
 
