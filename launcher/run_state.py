@@ -1,6 +1,5 @@
 """The state of a run, a row of `launcher status`: read from its directory, joined with what Slurm
-knows. `infer_status` is pure, without files or clocks.
-"""
+knows. `infer_status` is pure, without files or clocks."""
 
 from __future__ import annotations
 
@@ -137,10 +136,8 @@ class Evidence:
 
     @property
     def last_seen(self) -> float:
-        """When the run last wrote anything: a killed run cannot write when it ended.
-
-        By its own clock: the time of a checkpoint's file may be that of a file server.
-        """
+        """When the run last wrote anything, by its own clock: the time of a checkpoint's file may
+        be that of a file server."""
         times = [event.time for event in self.ledger[-1:]]
         times += [heartbeat.written for heartbeat in self.heartbeats]
         return max(times, default=self.checkpoint_time or 0.0)
@@ -373,10 +370,7 @@ class RunState:
 
     @property
     def unsaved(self) -> str:
-        """How far a restart would go back, if that is more than an interval or the run is done.
-
-        Measurements outlive checkpoints: those may be refused, or lost.
-        """
+        """How far a restart would go back, if that is more than an interval or the run is done."""
         saved = self.checkpoint or 0
         if self.step - saved <= (0 if self.state is State.DONE else self.interval):
             return ""
@@ -402,8 +396,7 @@ class RunState:
 
 
 def is_run(path: Path) -> bool:
-    """Whether this directory holds a run, or one that was submitted and waits for its first
-    attempt."""
+    """Whether this directory holds a run, or one that waits for its first attempt."""
     return (
         RunDir(path).exists()
         or Snapshot(path).experiment.is_file()
@@ -432,6 +425,7 @@ def read_state(path: Path) -> RunState:
     nodes = {heartbeat.hostname.partition(".")[0] for heartbeat in evidence.heartbeats}
     if not nodes and (started := last_of(evidence.ledger, JobStarted)):
         nodes = set(started.nodes)
+    replaced = events_of(evidence.ledger, NodeReplaced)
     now = evidence.clock if is_running else evidence.now
     age = None if evidence.checkpoint_time is None else evidence.now - evidence.checkpoint_time
     return RunState(
@@ -445,16 +439,12 @@ def read_state(path: Path) -> RunState:
         attempts=num_attempts(evidence.ledger, is_running),
         ranks=None if began is None else began.world_size,
         nodes=tuple(sorted(nodes)),
-        replaced_nodes=tuple(
-            event.description for event in events_of(evidence.ledger, NodeReplaced)
-        ),
+        replaced_nodes=tuple(each.description for each in replaced),
         job=None if job is None else job.job,
         work_dirs=own_work_dirs(path, evidence.ledger),
         step=evidence.latest_step,
         steps=evidence.steps,
-        results=results_of(
-            config, evidence.metrics, evidence.ledger, None if spent is None else spent.goodput
-        ),
+        results=results_of(config, evidence.metrics, evidence.ledger, spent and spent.goodput),
         evaluation=evidence.metrics.evaluation,
         time_spent=spent,
         recent_tokens_per_second=speed,
@@ -489,10 +479,7 @@ def submitted_config(path: Path) -> RunConfig | None:
 
 
 def read_states(paths: Sequence[Path]) -> list[RunState]:
-    """A state for each directory, in their order.
-
-    Of several, one that cannot be read has the state `damaged`.
-    """
+    """A state for each directory, in their order; of several, `damaged` if it cannot be read."""
     states = []
     for path in paths:
         try:
@@ -500,19 +487,14 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
         except UserError as error:
             if len(paths) == 1:
                 raise
-            damaged = RunState(
-                name=path.name, path=str(path), state=State.DAMAGED, reason=str(error)
-            )
-            states.append(damaged)
+            damaged = RunState(name=path.name, path=str(path), state=State.DAMAGED)
+            states.append(replace(damaged, reason=str(error)))
     return with_queue(states)
 
 
 def _read_anything(path: Path) -> RunState:
-    """The state of a run; UserError whatever is wrong with its files, so that others are shown.
-
-    To open a FIFO or a device could wait forever.
-    """
-    try:
+    """The state of a run; UserError whatever is wrong with its files, so that others are shown."""
+    try:  # to open a FIFO or a device could wait forever
         for pattern in ("*", "slurm/*"):
             for file in path.glob(pattern):
                 if file.exists() and not file.is_file() and not file.is_dir():
@@ -531,15 +513,10 @@ def _read_anything(path: Path) -> RunState:
 
 
 def with_queue(states: Sequence[RunState], slurm: Slurm | None = None) -> list[RunState]:
-    """The states with what Slurm knows about each run's last job.
-
-    If Slurm does not respond, a warning says so.
-    """
-    jobs = [
-        state.job
-        for state in states
-        if state.job and (state.state is not State.DONE or state.is_job_open)
-    ]
+    """The states with what Slurm knows about each run's last job; a warning if it does not
+    respond."""
+    unknown = [state for state in states if state.state is not State.DONE or state.is_job_open]
+    jobs = [state.job for state in unknown if state.job]
     if not jobs:
         return list(states)
     slurm = slurm or Slurm()
@@ -550,16 +527,12 @@ def with_queue(states: Sequence[RunState], slurm: Slurm | None = None) -> list[R
     except UserError as error:
         _log.warning("derived from the directories alone: %s", error)
         return list(states)
-    return [
-        joined(
-            state,
-            queued.get(state.job),
-            [record for record in records if record.address == state.job],
-        )
-        if state.job
-        else state
-        for state in states
-    ]
+    joint = list(states)
+    for index, state in enumerate(states):
+        if state.job:
+            own = [record for record in records if record.address == state.job]
+            joint[index] = joined(state, queued.get(state.job), own)
+    return joint
 
 
 def joined(state: RunState, queued: QueuedJob | None, records: Sequence[JobRecord]) -> RunState:

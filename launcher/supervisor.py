@@ -1,8 +1,5 @@
 """The supervisor: starts an attempt, watches it, decides what follows, until the run is finished or
-hopeless.
-
-The caller provides how ranks are started: on this machine, or as a step of a Slurm job.
-"""
+hopeless. Its caller says how ranks are started: on this machine, or as a step of a Slurm job."""
 
 from __future__ import annotations
 
@@ -57,19 +54,15 @@ class Ranks(Protocol):
     first_failure: int | None  # the rank that failed first, known after `wait`
 
     def wait(self, *, meanwhile: Callable[[], None]) -> Sequence[int]:
-        """Exit statuses in rank order when all have exited.
-
-        Calls `meanwhile` many times a second until then.
-        """
+        """Exit statuses in rank order when all have exited; calls `meanwhile` many times a second
+        until then."""
         ...
 
     def terminate(self) -> None:
         """Ask every rank to stop at its next step boundary."""
-        ...
 
     def kill(self) -> None:
         """Kill every rank immediately."""
-        ...
 
     def describe_failure(self, statuses: Sequence[int]) -> str:
         """Which rank failed first, and the last lines of its log."""
@@ -87,8 +80,7 @@ def supervise(
     is_allocated: Callable[[], bool] = lambda: True,
     clock: Clock = CLOCK,
 ) -> int:
-    """Make attempts until the run is finished, stopped, refused or hopeless; returns the exit
-    status.
+    """Make attempts until the run is finished, stopped, refused or hopeless; the exit status.
 
     `start(number)` starts attempt `number` and returns its ranks. `count` attempts in a row before
     this call brought no newer checkpoint. `meanwhile` is called many times a second while ranks
@@ -143,18 +135,17 @@ class _Attempts:
             return EXIT_STOPPED
         if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
             _record(run_dir, ended)
-        match ended.next:
-            case NextAction.FINISHED:
-                _log.info("finished: %s; next: pretrain report %s", run_dir.path, run_dir.path)
-                return 0
-            case NextAction.STOPPED:
-                return _stopped(run_dir, self.job)
-            case NextAction.REFUSED:  # last: what has to be fixed
-                _log.error("not restarted: %s", ranks.describe_failure(statuses))
-                return EXIT_USER_ERROR
-            case NextAction.RETRY | NextAction.GIVE_UP | NextAction.REQUEUE:
-                if any(statuses):
-                    _log.error("%s", ranks.describe_failure(statuses))
+        if ended.next is NextAction.FINISHED:
+            _log.info("finished: %s; next: pretrain report %s", run_dir.path, run_dir.path)
+            return 0
+        if ended.next is NextAction.STOPPED:
+            return _stopped(run_dir, self.job)
+        refused = "not restarted: " if ended.next is NextAction.REFUSED else ""
+        if any(statuses):
+            _log.error("%s%s", refused, ranks.describe_failure(statuses))
+        if ended.next is NextAction.RETRY:
+            self._pause(ended)
+            return None
         if ended.next is NextAction.REQUEUE:
             is_of_node = EVIDENCE[ended.reason] is About.NODE
             message = f"{ended.cause}, for {duration(self._waited)}"
@@ -162,9 +153,7 @@ class _Attempts:
             raise StartAgain(JobEndReason.NOT_STARTED, message, rank=rank)
         if ended.next is NextAction.GIVE_UP:
             _log.error("gave up: %s; the logs are in %s", ended.cause, run_dir.logs)
-            return EXIT_USER_ERROR
-        self._pause(ended)
-        return None
+        return EXIT_USER_ERROR
 
     @property
     def _waited(self) -> float:
@@ -180,7 +169,7 @@ class _Attempts:
             is_complete = after >= run_dir.config.optim.steps
         if after > before:
             self.waits_since = None
-        patience, can_requeue = run_dir.patience.seconds, self.job is not None
+        can_requeue = self.job is not None
         if can_requeue and EXIT_NODE_UNUSABLE in statuses:
             can_requeue = not are_all_unusable(run_dir.ledger.read())
         reason, then, self.count = decide(
@@ -190,7 +179,7 @@ class _Attempts:
             self.policy,
             stop_requested=self.stop.requests > 0,
             is_complete=is_complete,
-            may_wait=self._waited < patience or self.waits_since is None,
+            may_wait=self.waits_since is None or self._waited < run_dir.patience.seconds,
             can_requeue=can_requeue,
         )
         is_hung = any(map(ended_by_watchdog, statuses))
@@ -263,11 +252,8 @@ def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
 def _stopper(
     ranks: Ranks, stop: StopSignals, meanwhile: Callable[[], None], job: str | None
 ) -> Callable[[], None]:
-    """Passes the first request to stop on to the ranks; the second one kills them.
-
-    Another SIGTERM is passed on, too, which ends a wait of the ranks for storage; not in a job, to
-    which Slurm sends several.
-    """
+    """Passes the first request to stop on to the ranks; the second one kills them. Another SIGTERM
+    ends a wait of the ranks for storage, but not in a job, to which Slurm sends several."""
     passed_on = received = 0
 
     def poll() -> None:
@@ -303,8 +289,7 @@ def _stopped_between_attempts(run_dir: RunDir, stop: StopSignals, job: str | Non
 
 
 def _stopped(run_dir: RunDir, job: str | None) -> int:
-    """Say that no further attempt is made; the exit status. In a job nobody types the same command
-    again: its end says what has to be done."""
+    """Say that no further attempt is made, and outside of a job how to go on; the exit status."""
     # A start would resume, also from step 0.
     is_saved = bool(marker.steps_that_count(run_dir.checkpoints))
     saved = f" after the checkpoint of step {latest_step(run_dir)}" if is_saved else ""

@@ -103,8 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def submit(job: Job, config: RunConfig, from_step: int | None = None) -> str:
     """Save what the job runs, submit it once, record it in the ledger; returns the job's id."""
-    run_dir, script = RunDir(job.run_dir), render(job)
-    slurm, code = Slurm(), str(job.code)
+    run_dir, script, slurm = RunDir(job.run_dir), render(job), Slurm()
     check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
     existed = run_dir.path.exists()
     try:
@@ -113,16 +112,22 @@ def submit(job: Job, config: RunConfig, from_step: int | None = None) -> str:
             with replaced_snapshot(run_dir) as snapshot:
                 snapshot.take_settings(config, job.cluster)
                 snapshot.take_code(script)
-                if from_step is not None:
-                    run_dir.ask_to_resume_from(from_step)
-                number, work_dir = slurm.submit(snapshot.script, code)
-            submitted = Submitted(job=number, job_name=job.name, work_dir=work_dir)
+                submitted = _submitted(slurm, run_dir, job.name, from_step)
             run_dir.ledger.append(submitted)
-            return number
+            return submitted.job
     except ConfigError:
         if not existed:
             run_dir.remove_unused()
         raise
+
+
+def _submitted(slurm: Slurm, run_dir: RunDir, name: str, from_step: int | None) -> Submitted:
+    """The event of the run's job, which is in the queue now."""
+    snapshot = Snapshot(run_dir.path)
+    if from_step is not None:
+        run_dir.ask_to_resume_from(from_step)
+    number, work_dir = slurm.submit(snapshot.script, str(snapshot.code))
+    return Submitted(job=number, job_name=name, work_dir=work_dir)
 
 
 def refuse_live_job(slurm: Slurm, run_dir: RunDir) -> None:
@@ -192,15 +197,12 @@ def _submit_again(run_dir: RunDir, before: Submitted | None, from_step: int | No
             f"--run-dir {run_dir.path}"
         )
     check_references(load_cluster(Snapshot(run_dir.path).cluster))
-    slurm, code = Slurm(), str(Snapshot(run_dir.path).code)
+    slurm = Slurm()
     with run_dir.locked("submit"):
         refuse_live_job(slurm, run_dir)
         make_directory(run_dir.logs)  # Slurm starts no job that cannot write its log
-        if from_step is not None:
-            run_dir.ask_to_resume_from(from_step)
-        number, work_dir = slurm.submit(script, code)
-        submitted = Submitted(job=number, job_name=before.job_name, work_dir=work_dir)
+        submitted = _submitted(slurm, run_dir, before.job_name, from_step)
         run_dir.ledger.append(submitted)
-    print(f"job {number} ({before.job_name}) continues {run_dir.path}")
+    print(f"job {submitted.job} ({before.job_name}) continues {run_dir.path}")
     print(f"Status: launcher status {run_dir.path}")
     return 0

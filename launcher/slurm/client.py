@@ -123,8 +123,7 @@ class Slurm:
         self._runner, self._clock = run or run_command, clock
 
     def retry_unreachable(self, ask: Callable[[], T], timeout: float = 300.0) -> T:
-        """What `ask` returns; retried for `timeout` seconds while the controller does not
-        respond."""
+        """What `ask` returns, asked again for `timeout` seconds until the controller responds."""
         deadline = self._clock.now() + timeout
         while True:
             try:
@@ -153,10 +152,8 @@ class Slurm:
             result = self._run(["sbatch", "--parsable", str(script)])
             if result.returncode:
                 reason = _one_line(result.stderr).replace("sbatch: error: ", "")
-                raise ConfigError(
-                    f"sbatch rejected the job: {reason}; correct the cluster file, or split the "
-                    "sweep"
-                )
+                advice = "correct the cluster file, or split the sweep"
+                raise ConfigError(f"sbatch rejected the job: {reason}; {advice}")
             printed = [number for number, _ in _SUBMITTED.findall(result.stdout)]
             return self.retry_unreachable(lambda: self._read_back(printed, work_dir))
 
@@ -175,8 +172,7 @@ class Slurm:
         return printed[-1], work_dir
 
     def live_jobs(self, *work_dirs: str) -> list[QueuedJob]:
-        """This user's live jobs that work in these directories, oldest first; array tasks one by
-        one."""
+        """This user's live jobs that work in these directories, oldest first; tasks one by one."""
         mine = self._jobs_of_this_user()
         return [job for job in mine if job.is_live and job.work_dir in work_dirs]
 
@@ -184,10 +180,8 @@ class Slurm:
         return self._squeue("--user", str(os.geteuid()))
 
     def jobs(self, ids: Sequence[str]) -> list[QueuedJob]:
-        """What squeue reports about these jobs.
-
-        One that is missing ended minutes ago, or never existed.
-        """
+        """What squeue reports about these jobs; one that is missing ended minutes ago, or never
+        existed."""
         ids = _job_numbers(ids)
         return self._squeue("-j", ",".join(ids)) if ids else []
 
@@ -206,9 +200,8 @@ class Slurm:
             return {}
         fields = {} if result.returncode else fields_of_job(result.stdout)
         if not fields:
-            raise SlurmUnreachable(
-                f"scontrol failed: {_one_line(result.stderr) or _shown(result.stdout)}"
-            )
+            said = _one_line(result.stderr) or _shown(result.stdout)
+            raise SlurmUnreachable(f"scontrol failed: {said}")
         return fields
 
     def records(self, ids: Sequence[str]) -> list[JobRecord]:
@@ -258,8 +251,7 @@ class Slurm:
         return list(partitions.values())
 
     def node_states(self, names: Sequence[str], field: str = "%T") -> dict[str, str]:
-        """The states of nodes as sinfo calls them, such as `idle` and `mixed*`, or another
-        field."""
+        """The states of nodes as sinfo calls them (`idle`, `mixed*`), or another field."""
         try:
             listed = self._records(["sinfo", "-N", "-n", ",".join(names)], ["%N", field])
         except _Denied:  # it is advice
@@ -272,11 +264,9 @@ class Slurm:
 
     def requeue(self, job: str, exclude: Sequence[str] = ()) -> None:
         """Requeue a job, which ends all its processes, possibly this one; its next start avoids the
-        nodes `exclude`.
+        nodes `exclude`, by the only list that a user may change without naming the job's nodes.
 
-        Slurm lets it wait for the lifetime of a credential, by default two minutes. The nodes go
-        into ExcNodeList because that is what Slurm lets a user change of a waiting job without
-        asking for its nodes by name.
+        Slurm lets it wait for the lifetime of a credential, by default two minutes.
         """
         before = self.details(job).get("ExcNodeList")
         # If the job is our own, Slurm sends SIGTERM to all its processes as soon as it is requeued.
@@ -337,13 +327,11 @@ class Slurm:
             raise SlurmUnreachable(
                 f"'{command[0]}': the Slurm controller did not respond in {seconds:.0f} s"
             ) from None
-        # Only the commands are installed, without a configuration.
-        if result.returncode and "configuration source" in result.stderr:
+        said = _one_line(result.stderr) if result.returncode else ""
+        if "configuration source" in said:  # only the commands are installed
             raise UserError(_NO_SLURM.format(command[0]))
-        if result.returncode and _UNREACHABLE.search(result.stderr.lower()):
-            raise SlurmUnreachable(
-                f"the Slurm controller does not respond ({_one_line(result.stderr)})"
-            )
+        if _UNREACHABLE.search(said.lower()):
+            raise SlurmUnreachable(f"the Slurm controller does not respond ({said})")
         return result
 
 
@@ -373,8 +361,7 @@ def records_in(printed: str, num_fields: int) -> list[list[str]]:
 
 
 def fields_of_job(printed: str) -> dict[str, str]:
-    """The fields of the first job that `scontrol show job` prints; empty if the answer is not
-    whole."""
+    """The fields of the first job that `scontrol show job` prints; none if that is cut."""
     _, begin, rest = printed.partition("JobId=")
     record = (begin + rest).partition("\n\nJobId=")[0]  # texts of users may have empty lines
     work_dir = re.search(r"^ *WorkDir=(.*)$", record, re.MULTILINE)

@@ -70,10 +70,7 @@ def refusal_of_futile_starts(
 
 def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
     """How many of the last attempts in a row, in all former starts of this job, brought no newer
-    checkpoint; with those lost together with their supervisor.
-
-    Attempts that were asked to stop say nothing about the run and are left out.
-    """
+    checkpoint; with those lost together with their supervisor, without those asked to stop."""
     count = 0
     for event in ledger:
         if getattr(event, "job", None) != job:
@@ -92,8 +89,7 @@ def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], 
     """The node whose ranks failed first in the last two attempts of this start of the job, both
     without progress; one attempt is enough if the rank itself said that its node is unusable.
 
-    `node_of` maps a rank to its node; that mapping holds until the job starts again or replaces a
-    node, so earlier attempts do not count.
+    The map `node_of` from a rank to its node holds since the last start or replacement.
     """
     attempts: list[AttemptEnded] = []
     for event in ledger:

@@ -1,8 +1,7 @@
 """The end of the surrounding Slurm job: why it ends, the ledger entry, and whether to requeue it.
 
 Slurm requeues a job by itself after a node failure or a preemption with requeue. After a time
-limit, or when the job was asked to stop, nobody does; then the supervisor requeues it, and says so
-in the ledger.
+limit, or a request to stop, the supervisor does it.
 """
 
 from __future__ import annotations
@@ -111,9 +110,7 @@ def ending_of(
     """Why the job's start number `restart`, which has to stop, ends.
 
     `job` has the fields of `scontrol show job`, `log` what Slurm wrote into the job's log.
-    `was_warned`: the signal ahead of the time limit has come. There are five cases: the fields
-    describe another start of the job, which Slurm has requeued; it is preempted, with or without
-    time left; the time limit has passed; it is being canceled; it may run on for a while.
+    `was_warned`: the signal ahead of the time limit has come.
     """
     if not is_of_start(job, restart, began):
         if int(job.get("Restarts", "0")) <= restart:
@@ -169,9 +166,8 @@ class JobExit:
     """Claims the run for attempts of this start of the job, asks the controller about it, writes
     why it ends, once, and requeues it where that is left to the supervisor.
 
-    After `most_futile` starts in a row that lost more time than they gained before the time limit,
-    the job is not requeued. An end that storage does not take is only logged: what matters is that
-    the job is requeued in time.
+    After `most_futile` starts in a row that gained nothing the job is not requeued. An end that
+    storage does not take is only logged: what matters is that the job is requeued in time.
     """
 
     def __init__(
@@ -198,8 +194,8 @@ class JobExit:
         self.has_given_up = False
 
     def claim(self, attempt: int) -> str:
-        """Claim the run for this attempt, and return its token. Ranks of earlier attempts cannot
-        write any more: they may still run on a node that was cut off from the network."""
+        """Claim the run for this attempt, and return its token. Ranks of earlier attempts, which
+        may run on a node that was cut off, cannot write any more."""
         self._check_fence()
         token = f"{self._job.id}.{self._job.restart}.{attempt}.{secrets.token_hex(2)}"
         fence = Fence(self._run_dir.path, token)
@@ -208,8 +204,7 @@ class JobExit:
         return token
 
     def _check_fence(self) -> None:
-        """Raise StaleAttempt if another supervisor has claimed the run since: Slurm has restarted
-        the job elsewhere, and this start may not write any more."""
+        """Raise StaleAttempt if Slurm has restarted the job elsewhere: this start may not write."""
         if self._fence is not None:
             with contextlib.suppress(OSError):  # storage that is away tells of no newer attempt
                 self._fence.check()
@@ -245,8 +240,7 @@ class JobExit:
             self._end(JobEnding(reason, requeue=False))
 
     def complete(self, ended: JobEnded) -> int:
-        """Do what is left of an end of this start of the job whose supervisor was killed after it
-        wrote it; the exit status."""
+        """Do what a killed supervisor of this start left of the end it wrote; the exit status."""
         self._is_written = True
         fields = self._fields()
         if ended.requeued and int(fields.get("Restarts", "0")) == self._job.restart:
@@ -265,8 +259,7 @@ class JobExit:
             self._end(JobEnding(again.reason, requeue=True, node=node), again.message)
 
     def fail(self, error: Exception) -> int:
-        """Requeue the job after an error of the supervisor, which says nothing about the run; not
-        after so many in a row without progress. The exit status."""
+        """Requeue the job after an error of the supervisor; the exit status."""
         if self._is_written:
             return EXIT_STOPPED
         with contextlib.suppress(Exception):  # the error may be one of asking

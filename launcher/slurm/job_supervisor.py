@@ -1,5 +1,4 @@
-"""`launcher batch`: the supervisor inside a Slurm job. The batch script that `launcher submit`
-writes runs it."""
+"""`launcher batch`: the supervisor inside a Slurm job, which the job's script runs."""
 
 from __future__ import annotations
 
@@ -63,11 +62,7 @@ class Site:
 
 
 def run(arguments: argparse.Namespace, site: Site | None = None) -> int:
-    """Train inside this job.
-
-    After a stop that Slurm announced, the job is requeued unless it was canceled. Whatever fails is
-    recorded as the end of this start.
-    """
+    """Train inside this job; whatever fails is recorded as the end of this start."""
     site = site or Site()
     set_up_logging("supervisor", arguments.log_level)
     job, stop = ThisJob.from_environment(), StopSignals()
@@ -115,9 +110,8 @@ def _train(
             await_former_ranks(job, run_dir, site, job_exit.poll)
             begin(job, run_dir, site.slurm, job_exit.began)
             use_up_old_numbers(run_dir.ledger.read(), job, job_exit.poll)
-            status = _make_attempts(
-                job, run_dir, policy, stop, job_exit, arguments.spare_nodes, site
-            )
+            spare = arguments.spare_nodes
+            status = _make_attempts(job, run_dir, policy, stop, job_exit, spare, site)
     job_exit.finish(status)
     return EXIT_USER_ERROR if job_exit.has_given_up else status
 
@@ -173,10 +167,8 @@ def _make_attempts(
     guard = FirstNodeGuard(job, is_needed=num_spare > 0)
     try:
         with run_dir.locked(HOLDER, is_fenced=True), guard:
-            pool = NodePool(
-                job, num_spare, run_dir, job_exit.excludable, site.slurm, probe, site.clock
-            )
-            allocated, clock = job_exit.is_allocated, site.clock
+            clock, allocated, excludable = site.clock, job_exit.is_allocated, job_exit.excludable
+            pool = NodePool(job, num_spare, run_dir, excludable, site.slurm, probe, clock)
             return supervise(
                 run_dir, start, policy, stop, count, meanwhile, job.id, allocated, clock
             )
@@ -201,8 +193,8 @@ def await_former_ranks(
 ) -> None:
     """Wait until the ranks of a supervisor that was killed in this start of the job have ended.
 
-    Their srun asked them to save and stop when it died (SlurmRanks). Those that do not manage in
-    the time that the notice ahead of a time limit would give them are killed.
+    Their srun asked them to save and stop when it died (SlurmRanks). Those that need longer than
+    the notice ahead of a time limit would give them are killed.
     """
     lost = open_start(run_dir.ledger.read(), job.id)
     if lost is None or lost.restart != job.restart:
@@ -224,37 +216,30 @@ def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm, began: str) -> None:
     """Record that this job has the run; RunInUse if another live job has it."""
     ledger, step = run_dir.ledger.read(), latest_step(run_dir)
     if lost := open_start(ledger, job.id):  # its supervisor could not write its end
-        end = SupervisorKilled(job=job.id, restart=job.restart, step_before=lost.step, step=step)
-        is_forgotten = lost.restart == job.restart and "" != lost.began != began
-        if lost.restart != job.restart or is_forgotten:
-            reason = JobEndReason.FORGOTTEN if is_forgotten else JobEndReason.FIRST_NODE_LOST
-            end = JobEnded(
-                job=job.id,
-                restart=lost.restart,
-                reason=reason,
-                requeued=True,
-                step_before=lost.step,
-                step=step,
-            )
+        start = {"job": job.id, "restart": lost.restart, "step_before": lost.step, "step": step}
+        if lost.restart != job.restart:
+            end = JobEnded(reason=JobEndReason.FIRST_NODE_LOST, requeued=True, **start)
+        elif "" != lost.began != began:
+            end = JobEnded(reason=JobEndReason.FORGOTTEN, requeued=True, **start)
+        else:
+            end = SupervisorKilled(**start)
         run_dir.ledger.append(end)
-    run_dir.ledger.append(
-        JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step, began=began)
-    )
+    own = JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step, began=began)
+    run_dir.ledger.append(own)
     # Each job writes its start before it looks for others, so of two jobs at least one sees the
     # other.
     ledger = run_dir.ledger.read()
-    own = own_work_dirs(run_dir.path, ledger)
+    work_dirs = own_work_dirs(run_dir.path, ledger)
     for other in slurm.answered(slurm.jobs, other_jobs(ledger, job.id)):
-        if other.is_live and other.work_dir in own:
-            run_dir.ledger.append(
-                JobEnded(
-                    job=job.id,
-                    restart=job.restart,
-                    reason=JobEndReason.RUN_IN_USE,
-                    requeued=False,
-                    other_job=other.id,
-                )
+        if other.is_live and other.work_dir in work_dirs:
+            end = JobEnded(
+                job=job.id,
+                restart=job.restart,
+                reason=JobEndReason.RUN_IN_USE,
+                requeued=False,
+                other_job=other.id,
             )
+            run_dir.ledger.append(end)
             raise RunInUse(
                 f"job {other.id} ({other.state.lower()}) has the run {run_dir.path}; "
                 f"job {job.id} exits: wait for the other one, or end it first: scancel {other.id}"
@@ -278,8 +263,7 @@ def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:
 
 
 def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
-    """Other jobs that started before this one and whose end nothing was written about, latest
-    first."""
+    """Other jobs that started before this one and have no recorded end, latest first."""
     open_jobs: dict[str, None] = {}
     for event in ledger:
         if isinstance(event, JobStarted):
