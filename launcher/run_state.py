@@ -145,6 +145,9 @@ class Evidence:
     def time_spent(self, is_running: bool) -> TimeSpent | None:
         """What the run's time went into; None before the first step."""
         end = self.clock if is_running else self.last_seen
+        turn = last_of(self.ledger, TrainingBegan, AttemptEnded, JobStarted, JobEnded)
+        if is_running and isinstance(turn, TrainingBegan) and self.metrics.time > turn.time:
+            end = min(end, self.metrics.time)  # what is not measured yet is no restart
         return time_spent(self.metrics, self.ledger, end)
 
     @property

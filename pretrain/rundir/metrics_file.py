@@ -229,6 +229,7 @@ class MetricsSummary:
     num_skipped_last: int = 0  # updates in a row
     recent_tokens_per_second: float | None = None
     spent: TimeSpent = field(default_factory=TimeSpent)
+    time: float = 0.0  # at the end of the last interval
 
     @property
     def failure(self) -> str:
@@ -243,9 +244,10 @@ class MetricsSummary:
 def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
     """Sum up measurements, oldest first; steps within intervals may be left out."""
     step, train_loss, evaluation, num_skipped = 0, None, None, 0
-    speeds, spent = deque[float](maxlen=RECENT_INTERVALS), TimeSpent()
+    speeds, spent, time = deque[float](maxlen=RECENT_INTERVALS), TimeSpent(), 0.0
     for line in measurements:
         spent.add(line)
+        time = line.get("time", time)
         if line["kind"] == "evaluation":
             evaluation = line
             continue
@@ -261,6 +263,7 @@ def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
         num_skipped_last=num_skipped,
         recent_tokens_per_second=statistics.median(speeds) if speeds else None,
         spent=spent,
+        time=time,
     )
 
 

@@ -206,6 +206,8 @@ def test_goodput_counts_waiting_after_failures_but_not_time_stopped_on_request_o
     alive = replace(alive, checkpoint_time=NOW)  # by the clock of the file server
     assert goodput_of(alive, is_running=True) == pytest.approx(0.5)
     assert seen().time_spent(is_running=False) is None
+    unmeasured = seen(begun(90), metrics=replace(metrics, time=NOW - 30))  # storage is away
+    assert goodput_of(unmeasured, is_running=True) == pytest.approx(0.5)
 
 
 def test_the_time_of_a_run_is_told_apart_and_adds_up():
