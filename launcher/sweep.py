@@ -62,10 +62,8 @@ class CellRun(PlacedCell):
 
 
 def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
-    """All cells in the order of the file; Slurm is queried once for all of them.
-
-    Of a run with other settings than its cell's the state says just that, without its numbers.
-    """
+    """All cells in the order of the file; of a run with other settings than its cell's the state
+    says just that, without its numbers."""
     paths = [runs / cell.name for cell in sweep.cells]
     started = [path for path in paths if is_run(path)]
     known = {Path(state.path): state for state in read_states(started)}
@@ -115,9 +113,8 @@ def can_start(cells: Sequence[CellRun], unfinished: Collection[str] = ()) -> lis
 
 
 def can_begin(cell: CellRun, runs: Path) -> bool:
-    """Make the run of a cell that starts from another's, if it is one; False, with the reason
-    printed, where that run does not allow it.
-    """
+    """Make the run of a cell that starts from another's; False, with the reason printed, where
+    that run does not allow it."""
     try:
         begin_branch(cell.cell, cell.config, runs)
     except (UserError, OSError) as error:
@@ -153,9 +150,7 @@ def run_cells(
     ranks: int,
     stop: StopSignals,
 ) -> list[str]:
-    """Run the cells; the names of those that failed. On a request to stop, those that run save and
-    stop.
-    """
+    """Run the cells, which save on a request to stop; the names of those that failed."""
     waiting, failed = list(cells), []
     unfinished: set[str] = set()  # that have ended here without being done
     running: dict[str, RankGroup] = {}
@@ -232,11 +227,10 @@ def array_of(
     at_a_time: int | None,
     after: str | None = None,
 ) -> tuple[Job, str]:
-    """The job of cells that need equally many nodes, and its script.
+    """The job of cells that need equally many nodes, and its script; task i is the cell i.
 
-    It starts when the job `after` has ended. A task's index is the cell's place among these cells.
-    The job's name and directory are derived from the cells' former jobs. So a job whose number was
-    lost is found by its directory, while cells that are submitted again get a new one.
+    It starts when the job `after` has ended. Its directory is derived from the cells' former jobs:
+    so a job whose number was lost is found, while cells that are submitted again get a new one.
     """
     before = [(str(cell.path.resolve()), cell.state.job) for cell in cells]
     name = f"{sweep}-{hashlib.sha256(repr(before).encode()).hexdigest()[:8]}"

@@ -34,9 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     slurm = Slurm()
     if state.job and (live := [job for job in slurm.jobs([state.job]) if job.is_live]):
         refuse_other_jobs(live, state.work_dirs)
-        # First the ledger, then Slurm: what the job's ranks write while they end comes after this
-        # event.
-        try:
+        try:  # before Slurm: what the job's ranks write while they end comes after this event
             run_dir.ledger.append(Canceled(job=state.job, step=state.step))
         except OSError as error:  # a run that waits for its storage can be canceled
             print(f"warning: not in the ledger: {os_error_text(error)}", file=sys.stderr)
@@ -70,10 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def refuse_other_jobs(live: Sequence[QueuedJob], work_dirs: Sequence[str]) -> None:
-    """Raise ConfigError unless these jobs work where the run's jobs do.
-
-    A number alone can be another job's: Slurm starts again at 1 when its state is lost.
-    """
+    """Raise ConfigError unless these jobs work where the run's jobs do: Slurm, when its state is
+    lost, gives their numbers to others."""
     for job in live:
         if job.work_dir not in work_dirs:
             raise ConfigError(

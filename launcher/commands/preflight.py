@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from foundation.cli import check_least
 from foundation.errors import UserError
@@ -122,8 +122,7 @@ def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
     """The srun command: a rank per device; if a node fails, the others keep running.
 
-    As in a job, `setup` is of the host. With pyxis the whole script runs in the
-    container, so it has only the environment.
+    `setup` is of the host, as in a job, so it is left out where pyxis runs the whole script.
     """
     options = {
         "job-name": name,
@@ -237,10 +236,8 @@ def gather(out: Path, num_ranks: int, is_running: Callable[[], bool]) -> list[Ra
 def pair_up(
     out: Path, found: Sequence[RankMeasurement], is_running: Callable[[], bool]
 ) -> list[PairResult]:
-    """Measure every pair of nodes once, then all nodes together, as a run does.
-
-    A node that does not respond in a round, or has a rank that cannot train, is left out.
-    """
+    """Measure every pair of nodes once, then all nodes together, as a run does; without those that
+    did not respond in a round, or have a rank that cannot train."""
     ranks: dict[str, list[int]] = {}
     for one in found:
         ranks.setdefault(one.node, []).append(one.rank)
@@ -306,6 +303,10 @@ class PairResult:
     bytes_per_second: float | None
     problem: str = ""
 
+    @property
+    def is_of_all(self) -> bool:
+        return len(self.nodes) > 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
@@ -325,10 +326,7 @@ class NodeReport:
 
 
 def rounds_of(nodes: Sequence[str]) -> list[list[tuple[str, ...]]]:
-    """Every pair once, in rounds in which no node is in two pairs.
-
-    A node without others is measured alone.
-    """
+    """Every pair once, in rounds in which no node is in two pairs; a single node alone."""
     if len(nodes) < 2:
         return [[tuple(nodes)]] if nodes else []
     circle: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
@@ -353,34 +351,26 @@ def rate_nodes(
     by_node: dict[str, list[RankMeasurement]] = {}
     for one in found:
         by_node.setdefault(one.node, []).append(one)
-    together = [pair for pair in pairs if len(pair.nodes) > 2]
-    pairs = [pair for pair in pairs if len(pair.nodes) <= 2]
-    well = {node: ranks for node, ranks in by_node.items() if not _unfit(ranks, ranks_of_node)}
-    reports = [_report(node, well, pairs) for node in well]
-    for node in by_node.keys() - well.keys():
-        problems = (_unfit(by_node[node], ranks_of_node),)
-        count, device = len(by_node[node]), by_node[node][0].device
-        reports.append(
-            NodeReport(node=node, verdict="broken", problems=problems, ranks=count, device=device)
-        )
-    reports += [
-        NodeReport(node=node, verdict="broken", problems=("did not respond",)) for node in missing
-    ]
+    unfit = {node: _unfit(ranks, ranks_of_node) for node, ranks in by_node.items()}
+    fit = {node: ranks for node, ranks in by_node.items() if not unfit[node]}
+    reports = [_report(node, fit, [pair for pair in pairs if not pair.is_of_all]) for node in fit]
+    for node in by_node.keys() - fit.keys():
+        ranks, device = len(by_node[node]), by_node[node][0].device
+        reports.append(_broken(node, unfit[node], ranks=ranks, device=device))
+    reports += [_broken(node, "did not respond") for node in missing]
     reports.sort(key=lambda report: report.node)
-    for group in together:
-        if group.problem:
-            name = f"all {len(group.nodes)}"
-            reports.append(NodeReport(node=name, verdict="broken", problems=(group.problem,)))
-    return reports
+    together = [pair for pair in pairs if pair.is_of_all and pair.problem]
+    return reports + [_broken(f"all {len(each.nodes)}", each.problem) for each in together]
+
+
+def _broken(node: str, problem: str, **more: Any) -> NodeReport:
+    return NodeReport(node=node, verdict="broken", problems=(problem,), **more)
 
 
 def _unfit(ranks: Sequence[RankMeasurement], ranks_of_node: int) -> str:
     """Why a node cannot train, whatever its connections; empty if it can."""
-    if problem := next((one.problem for one in ranks if one.problem), ""):
-        return problem
-    if len(ranks) < ranks_of_node:
-        return f"{len(ranks)} of {ranks_of_node} ranks responded"
-    return ""
+    few = f"{len(ranks)} of {ranks_of_node} ranks responded" if len(ranks) < ranks_of_node else ""
+    return next((one.problem for one in ranks if one.problem), few)
 
 
 def _report(

@@ -74,10 +74,7 @@ class JobNodes:
     spare: tuple[str, ...] = ()
 
     def without(self, node: str) -> JobNodes | None:
-        """The nodes without this one: the first spare node takes its place, all others keep theirs.
-
-        None if no spare node is left for it.
-        """
+        """The nodes without this one: the first spare one takes its place; None if none is left."""
         if node not in self.training:
             return JobNodes(self.training, tuple(each for each in self.spare if each != node))
         if not self.spare:
@@ -89,11 +86,7 @@ class JobNodes:
 
 class NodePool:
     """The nodes of this start of the job: which train, and which spare ones replace those that
-    fail.
-
-    `excludable`: those of some nodes that the job could start without. A supervisor that was killed
-    may have replaced some in this start.
-    """
+    fail. `excludable`: those of some nodes that the job could start without."""
 
     def __init__(
         self,
@@ -125,7 +118,8 @@ class NodePool:
         """
         if self._outlives_nodes:
             self._replace_failed()
-        if node := self._node_to_blame():
+        ledger, node_of = self._run_dir.ledger.read(), self._step.node_of
+        if node := node_to_exclude(ledger, self._job.id, node_of):  # its ranks fail first
             self._replace(node, ReplacedBecause.RANKS_FAILED)
         since, pause, before = self._clock.now(), _FIRST_PAUSE, Probe({})
         while (probe := self._probe(self._step, self._run_dir.path, meanwhile)).problems:
@@ -134,12 +128,12 @@ class NodePool:
             if self._replace_unready(probe):
                 continue
             event = NodesUnready(job=self._job.id, problems=probe.problems)
-            if probe.problems != before.problems:
+            is_again = probe.problems == before.problems
+            if not is_again:
                 self._run_dir.ledger.append(event)
                 _log.warning("%s; trying again", event.description)
                 for line in probe.errors:
                     _log.error("probe of the nodes: %s", line)
-            is_again = probe.problems == before.problems
             self._leave_unready(event, is_again, self._clock.now() - since)
             deadline = self._clock.now() + pause
             while self._clock.now() < deadline:
@@ -180,9 +174,8 @@ class NodePool:
 
     @property
     def _step(self) -> Step:
-        nodes = self._nodes.training
-        ranks = len(nodes) * self._cluster.tasks_per_node
-        return Step(nodes=nodes, ranks=ranks, cluster=self._cluster)
+        ranks = len(self._nodes.training) * self._cluster.tasks_per_node
+        return Step(nodes=self._nodes.training, ranks=ranks, cluster=self._cluster)
 
     def _replace_failed(self) -> None:
         """Use spare nodes for those that Slurm has taken from the job, or out of service."""
@@ -194,14 +187,9 @@ class NodePool:
                 self._replace(node, ReplacedBecause.NODE_FAILED)
         known = [*self._nodes.spare, *self._nodes.training]
         states = self._slurm.answered(self._slurm.node_states, known)
-        for node in [*self._nodes.spare, *self._nodes.training]:
-            # Without a spare one it may come back, or Slurm takes it.
-            if is_taken_out(states.get(node, "")) and self._nodes.without(node) is not None:
+        for node in known:  # without a spare one it may come back, or Slurm takes it
+            if is_taken_out(states.get(node, "")):
                 self._replace(node, ReplacedBecause.NOT_RESPONDING)
-
-    def _node_to_blame(self) -> str | None:
-        """The node to leave out, because its ranks fail first."""
-        return node_to_exclude(self._run_dir.ledger.read(), self._job.id, self._step.node_of)
 
     def _replace(self, node: str, reason: ReplacedBecause) -> None:
         after = self._nodes.without(node)
@@ -244,10 +232,8 @@ def is_taken_out(state: str) -> bool:
 
 
 def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
-    """The nodes that spare ones replaced in this start of the job, in order.
-
-    A supervisor that was killed may have replaced them; the one after it starts from all nodes.
-    """
+    """The nodes that spare ones replaced in this start of the job, in order, perhaps under a
+    supervisor that was killed."""
     nodes: list[str] = []
     restart = None
     for event in ledger:
@@ -259,10 +245,8 @@ def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
 
 
 class FirstNodeGuard:
-    """That process, on the last node; where it ends with its node, on the one before.
-
-    A context manager; call `watch` often. It ends with the job's start or with the supervisor.
-    """
+    """That process, on the last node; where it ends with its node, on the one before. It ends with
+    the job's start or with the supervisor. A context manager; call `watch` often."""
 
     def __init__(self, job: ThisJob, is_needed: bool) -> None:
         self._job, self._is_needed = job, is_needed
@@ -305,10 +289,7 @@ class FirstNodeGuard:
 def use_up_old_numbers(
     ledger: Sequence[Event], job: ThisJob, meanwhile: Callable[[], None]
 ) -> None:
-    """Call before the first step of a start of the job; `meanwhile` is called many times a second.
-
-    What it raises ends the empty steps.
-    """
+    """Call before the first step of a start of the job; what `meanwhile` raises ends the steps."""
     count = num_old_steps(ledger, job)
     if not count:
         return

@@ -50,12 +50,9 @@ _PACKAGES = ("foundation", "data_pipeline", "launcher", "pretrain")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is submitted.
+    """What is submitted."""
 
-    `name` is unique to the run, or to the cells, so that it finds the job again.
-    """
-
-    name: str
+    name: str  # for people
     run_dir: Path
     code: Path  # the snapshot that the ranks import
     python: str
@@ -65,9 +62,9 @@ class Job:
 
 
 def quote(value: object) -> str:
-    """The text that bash reads as this value, and sbatch in a `#SBATCH` line, too.
+    """The text that bash and `#SBATCH` lines read as this value: its only way into a script.
 
-    The only way for a value into a script. In double quotes both take a backslash away from the
+    In double quotes both take a backslash away from the
     character behind it; shlex.quote's single quotes do not keep backslashes in `#SBATCH` lines.
     ConfigError for control characters: a line break would start a line of its own.
     """
@@ -211,9 +208,8 @@ def _script(
 
 
 def _resources_of_a_node(job: Job) -> dict[str, object]:
-    """Tasks and CPUs; for a range of nodes only CPUs, because a requeued job keeps the task number
-    of its first start
-    and with it the number of nodes, while the range lets every start take what is free."""
+    """Tasks and CPUs; for a range of nodes only CPUs: a requeued job keeps the task number of its
+    first start, and with it the number of nodes, but every start is to take what is free."""
     ranks, cpus = job.cluster.tasks_per_node, job.cluster.cpus_per_rank
     if job.nodes.least == job.nodes.most:
         return {"ntasks-per-node": ranks, "cpus-per-task": cpus}
@@ -303,10 +299,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _git(*command: str) -> str:
-    """The output of git for the source.
-
-    Empty if it is not a work tree, as after an installation.
-    """
+    """The output of git for the source; empty if it is not a work tree, as after installation."""
     try:
         result = subprocess.run(
             ["git", "-C", str(_SOURCE), *command], capture_output=True, text=True
@@ -409,10 +402,7 @@ def _never_fits(cluster: ClusterConfig, nodes: NodeRange, partition: Partition) 
 
 
 def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
-    """The largest number of nodes, up to `nodes`, whose ranks share the lanes evenly.
-
-    0 if there is none.
-    """
+    """The largest number of nodes, up to `nodes`, whose ranks share the lanes evenly, or 0."""
     for count in range(nodes, 0, -1):
         try:
             for phase in runs_of_phases(config):

@@ -69,9 +69,8 @@ class Step:
 def srun_command(
     step: Step, task: Sequence[str], mounts: Sequence[Path], workdir: Path
 ) -> list[str]:
-    """The srun command line. A task that fails ends the others (--kill-on-bad-exit), but one that
-    ends well does not:
-    the others may still be saving (--wait=0)."""
+    """The srun command line. A task that fails ends the others, but one that ends well does not:
+    they may still be saving (--wait=0)."""
     cluster = step.cluster
     command = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.ranks}"]
     command += [f"--ntasks-per-node={step.tasks_per_node}"]
@@ -93,10 +92,8 @@ def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[st
 def in_container(
     cluster: ClusterConfig, task: Sequence[str], mounts: Sequence[Path], workdir: Path
 ) -> tuple[list[str], list[str]]:
-    """The flags of srun, and the command, that run Python with the arguments `task`.
-
-    In the cluster's container if it has one; by this host's Python otherwise.
-    """
+    """The flags of srun, and the command, that run Python with the arguments `task`: in the
+    cluster's container if it has one, else by this host's Python."""
     if not cluster.container_image:
         return [], [sys.executable, *task]
     command = ["python3", *task]
@@ -121,7 +118,6 @@ class SlurmRanks:
     def __init__(self, step: Step, run_dir: RunDir, attempt: int, token: str) -> None:
         self._step = step
         self.first_failure: int | None = None
-        self.failed_nodes: list[str] = []  # by srun's word, known after `wait`
         self.needs_new_start = False  # this start of the job can launch no step any more
         files = AttemptFiles(run_dir.logs, attempt)
         files.create_meeting()
@@ -157,10 +153,7 @@ class SlurmRanks:
             )
 
     def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:
-        """Exit statuses in rank order, from the files the tasks wrote.
-
-        Raises what `meanwhile` raises.
-        """
+        """Exit statuses in rank order, from the files the tasks wrote."""
         ends = RankEnds(self.logs)
         while self._srun.poll() is None:
             try:
@@ -184,8 +177,7 @@ class SlurmRanks:
         log = self._said()
         self.needs_new_start = NEEDS_NEW_START.search(log) is not None
         # Where a node failed, srun kills the ranks of the others, and names those alone.
-        self.failed_nodes += failed_nodes(log)
-        lost = self._step.first_rank_of(self.failed_nodes)
+        lost = self._step.first_rank_of(failed_nodes(log))
         of_ranks = first_failure(ends.found, len(self.logs), log)
         self.first_failure = of_ranks if lost is None else lost
         return ends.statuses()
@@ -233,10 +225,8 @@ class RankEnd:
 
 
 class RankEnds:
-    """The ends that ranks have written, each read once, while the others still run.
-
-    `logs` are in rank order, all in one directory.
-    """
+    """The ends that ranks have written, each read once, while the others still run; `logs` are in
+    rank order, all in one directory."""
 
     def __init__(self, logs: Sequence[Path]) -> None:
         self.found: dict[int, RankEnd] = {}
@@ -244,10 +234,7 @@ class RankEnds:
         self._changed = self._looked = time.monotonic()
 
     def have_been_for_long(self) -> bool:
-        """Whether srun waits in vain: for a node's slurmstepd that was killed, it would forever.
-
-        Call this often; it looks for new files every few seconds.
-        """
+        """Whether srun waits in vain, as for a node's slurmstepd that was killed; call it often."""
         now, known = time.monotonic(), len(self.found)
         if now - self._looked < _LOOK_SECONDS:
             return False
@@ -270,19 +257,16 @@ class RankEnds:
         self._read(self._missing)
 
     def statuses(self) -> list[int]:
-        """Exit statuses in rank order; a rank without a log never started, unless somebody tidied
-        the logs."""
+        """Exit statuses in rank order; a rank without a log never started, unless all are gone."""
         missing = self._missing
         has_log = [True] * len(missing)
         with contextlib.suppress(OSError):
             if (self._logs[0].parent / SRUN_LOG).exists():
                 has_log = read_together(Path.exists, [self._logs[rank] for rank in missing])
-        lost = {
-            rank: _LOST if started else NEVER_STARTED
-            for rank, started in zip(missing, has_log, strict=True)
-        }
-        known = {rank: end.status for rank, end in self.found.items()}
-        return [status for _, status in sorted({**known, **lost}.items())]
+        statuses = {rank: end.status for rank, end in self.found.items()}
+        for rank, started in zip(missing, has_log, strict=True):
+            statuses[rank] = _LOST if started else NEVER_STARTED
+        return [statuses[rank] for rank in range(len(self._logs))]
 
     @property
     def _missing(self) -> list[int]:
@@ -340,8 +324,7 @@ def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
 
 
 def kill_silently(srun: int) -> None:
-    """Kill srun, and before it the helper process that would end the step by its number when srun
-    dies."""
+    """Kill srun, and before it the helper that would end the step by its number when srun dies."""
     with open(f"/proc/{srun}/task/{srun}/children") as helpers:
         pids = [*map(int, helpers.read(SMALL_FILE_BYTES).split()), srun]
     for pid in pids:
@@ -376,8 +359,7 @@ class Probe:
 def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Probe:
     """Run the task's own program on each node, as the ranks will be, from the run's code.
 
-    A node that has not answered in time is one that cannot. `meanwhile` is called often; what it
-    raises ends the probe.
+    `meanwhile` is called often; what it raises ends the probe.
     """
     code = code_that_runs()  # in the run's directory, which may be an empty mount point
     program = copied_arguments(code, "launcher.slurm.task", STARTS)
