@@ -10,7 +10,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock site demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states golden mutants coverage chaos bench gpu gpu-bundle test-gpu
+.PHONY: help venv lock site demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states power-real golden mutants coverage chaos bench gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -168,8 +168,11 @@ fuzz: $(DEV_STAMP)  ## hostile files for MINUTES minutes (60) on two cores; find
 crash-states: $(DEV_STAMP)  ## start from every state that a power failure can leave of a run and of builds
 	OMP_NUM_THREADS=1 python -m tests.crash_states --all
 
-histories: $(DEV_STAMP)  ## random histories of checkpoints and supervisors for MINUTES minutes (60), from SEED; what fails is printed, shrunk
+histories: $(DEV_STAMP) crash-states  ## crash states, then random histories of checkpoints and supervisors for MINUTES minutes (60), from SEED
 	python -m tests.histories --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+power-real: $(DEV_STAMP)  ## crash states of real ext4 and XFS: images copied after fsyncs, then mounted; as root
+	OMP_NUM_THREADS=1 python -m tests.crash_states.real_disks
 
 golden: $(DEV_STAMP)  ## compare the model with recorded results: those in tests/golden and, if present, ../shared/golden
 	python -m tests.golden tests/golden/*.npz $(wildcard ../shared/golden/*.npz)

@@ -2,5 +2,6 @@
 
 `recorder.py` records the file operations of a run or a build, `states.py` makes of them what three
 models of file systems allow to be on disk at each moment, `subjects.py` starts from a state in this
-process and checks what the start finds. `python -m tests.crash_states --help`.
+process and checks what the start finds, `real_disks.py` does so from images of real file systems.
+`python -m tests.crash_states --help`.
 """

@@ -9,6 +9,7 @@ Data since the file's last fsync: none, the first half, zeros, a page missing, a
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from tests.crash_states.recorder import ROOT, Data, Names, Recording, Sync, Told
 MODELS = "JBS"
 UNSYNCED = ("all", "none", "half", "zeros", "hole")
 PAGE = 4096
+DRAWS = 6  # of each state that is wanted: many are the same on disk
 Tree = dict[str, bytes | None]  # path -> contents; None: a directory
 
 
@@ -31,11 +33,16 @@ class Moment:
     others: tuple[int, ...]
 
 
+Draw = tuple[Moment, tuple[int, ...], str]
+
+
 class History:
     """A recording, from which any state can be made."""
 
     def __init__(self, recording: Recording) -> None:
         self._operations, self._directories = recording.operations, recording.directories
+        are_told = (isinstance(operation, Told) for operation in self._operations)
+        self._num_told = list(itertools.accumulate(are_told, initial=0))
 
     def moments(self, model: str) -> Iterator[Moment]:
         """After each operation that changes something."""
@@ -139,34 +146,41 @@ class History:
         return [each.what for each in self._operations[:end] if isinstance(each, Told)]
 
     def states(self, limit: int, seed: int = 0) -> Iterator[tuple[str, Tree, set[int]]]:
-        """Different states, at most `limit` of a model, and the moments that lead to each.
+        """Different states, at most `limit` of a model, or all of them without a limit (0).
 
-        All of them without a limit (0).
+        With moments that lead to each: one for each number of things that had been told.
         """
         generator = random.Random(seed)
-        seen: set[int] = set()
+        seen: dict[int, set[int]] = {}  # of each tree, how much had been told
         for model in MODELS:
             moments = list(self.moments(model))
-            if limit:
-                generator.shuffle(moments)
-            found: dict[int, tuple[Tree, set[int]]] = {}
-            for moment in moments:
-                choices = self.choices(moment)
-                if limit and len(choices) > 3:
-                    choices = generator.sample(choices, 3)
-                for chosen in choices:
-                    for unsynced in UNSYNCED:
-                        tree = self.tree(moment, chosen, unsynced)
-                        key = hash(frozenset(tree.items()))  # bytes keep their hash
-                        if key in found:
-                            found[key][1].add(moment.end)
-                        elif key not in seen and (not limit or len(found) < limit):
-                            found[key] = (tree, {moment.end})
-                if limit and len(found) >= limit:
-                    break
-            seen |= set(found)
-            for tree, ends in found.values():
-                yield model, tree, ends
+            found: dict[int, tuple[Tree, dict[int, int]]] = {}
+            draws = self._sample(moments, generator, limit) if limit else self._all(moments)
+            for moment, chosen, unsynced in draws:
+                tree, num_told = self.tree(moment, chosen, unsynced), self._num_told[moment.end]
+                key = hash(frozenset(tree.items()))  # bytes keep their hash
+                if num_told in seen.get(key, ()):
+                    continue
+                if key not in found and limit and len(found) == limit:
+                    continue
+                found.setdefault(key, (tree, {}))[1][num_told] = moment.end
+            for key, (_, ends) in found.items():
+                seen.setdefault(key, set()).update(ends)
+            # Neighbours differ little, so that less has to be written.
+            for tree, ends in sorted(found.values(), key=lambda state: min(state[1].values())):
+                yield model, tree, set(ends.values())
+
+    def _all(self, moments: list[Moment]) -> Iterator[Draw]:
+        for moment in moments:
+            yield from itertools.product((moment,), self.choices(moment), UNSYNCED)
+
+    def _sample(
+        self, moments: list[Moment], generator: random.Random, limit: int
+    ) -> Iterator[Draw]:
+        """Draws for `limit` states, at all moments alike."""
+        for _ in range(DRAWS * limit):
+            moment = generator.choice(moments)
+            yield moment, generator.choice(self.choices(moment)), generator.choice(UNSYNCED)
 
 
 def _left(synced: bytes, now: bytes, unsynced: str) -> bytes:

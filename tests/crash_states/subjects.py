@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import logging
+import os
 import shutil
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +21,11 @@ import pretrain.rundir.run_dir as run_dir_module
 from data_pipeline.builder import parts
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from foundation.settings import load_config
+from data_pipeline.corpora.fetch import WritableStore
+from data_pipeline.corpora.stores import RetryPolicy, StoreError
+from foundation.files import Content
+from foundation.settings import load_config, to_tree
+from pretrain.checkpoint import destinations
 from pretrain.checkpoint.destinations import Disk
 from pretrain.checkpoint.marker import Checkpoint, step_directory
 from pretrain.config.resolve import resolve
@@ -31,15 +39,17 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import init_world
 from pretrain.metrics.writers import MetricsFile
-from pretrain.recovery import faults
+from pretrain.recovery import faults, starts
 from pretrain.recovery import rewind as rewinds
 from pretrain.rundir.events import Event, Rewind, TrainingEnded
+from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.ledger import Ledger, events_of, line_of
 from pretrain.rundir.metrics_file import measurement_of
 from pretrain.rundir.run_dir import RunDir
 from tests.crash_states.recorder import Recorder
 from tests.crash_states.states import Tree
 from tests.helpers.corpora import contents, some_texts
+from tests.helpers.stores import CREDENTIALS, make_bucket, s3_server
 from tests.helpers.tiny_runs import tiny_run
 
 
@@ -89,6 +99,13 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What is in the object store, by URL."""
+
+    objects: dict[str, bytes]
+
+
+@dataclass(frozen=True)
 class Finished:
     """The end of training, with all lines of metrics."""
 
@@ -103,6 +120,31 @@ class Started(BaseException):
         self.found = found
 
 
+_read_ledger = Ledger.read
+
+
+class _Objects:
+    """A store with what was in the recorded one at a moment."""
+
+    def __init__(self, url: str, objects: dict[str, bytes]) -> None:
+        self.retry_policy = RetryPolicy(attempts=1)
+        self.url, self._objects = url, objects
+
+    def download(self, name: str, path: Path, size: int) -> None:
+        content = self._objects.get(f"{self.url}/{name}")
+        if content is None:
+            raise StoreError(f"no {name}", is_final=True, is_absent=True)
+        path.write_bytes(content)
+
+    def version(self, name: str) -> str:
+        return ""
+
+
+def _no_engine(*_: Any, **__: Any) -> io.BytesIO:
+    """Something that can be closed."""
+    return io.BytesIO()
+
+
 def _lines(path: Path, step: int) -> tuple[bytes, ...]:
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return tuple(line for line in lines if (measurement_of(line) or {"step": 1e9})["step"] <= step)
@@ -113,12 +155,17 @@ class Run(Subject):
 
     NAN_STEPS = (12, 13)
 
-    def __init__(self, root: Path, beside: Path, mirror: str = "") -> None:
+    def __init__(self, root: Path, beside: Path) -> None:
         super().__init__(root, beside)
         self._world = init_world()  # this process as the only rank
         self.run_dir = RunDir(root / "runs" / "run")
+        self._bucket = f"runs-{uuid.uuid4().hex}"  # servers of one process share them
         kept = CheckpointConfig(
-            interval=6, keep_last=2, local=root / "node", local_interval=4, mirror=mirror
+            interval=6,
+            keep_last=2,
+            local=root / "node",
+            local_interval=4,
+            mirror=f"s3://{self._bucket}",
         )
         self._config: RunConfig = resolve(
             replace(
@@ -130,7 +177,17 @@ class Run(Subject):
             )
         )
         self._saved: list[Saved] = []
+        self._stored: dict[str, bytes] = {}  # by URL; what a start gets from the store
+        # What a start computes again from the same bytes, each time the same, is kept.
         self._loaded: dict[bytes, Any] = {}
+        self._parsed: dict[bytes, list[Event]] = {}
+        self._trees: dict[int, tuple[Any, Any]] = {}
+        names = ("tokenizer_of", "split_hash", "corpus_hash")
+        self._of_the_corpus: dict[str, Any] = {
+            name: functools.cache(getattr(starts, name)) for name in names
+        }
+        self._heartbeat = Heartbeat(beside / "heartbeats", 0, 0)
+        self._heartbeat._closing.set()  # no thread and no process of its own
 
     @contextlib.contextmanager
     def _quick(self) -> Iterator[None]:
@@ -172,25 +229,46 @@ class Run(Subject):
                 hidden_BLD[0] = float("nan")
             return hidden_BLD
 
+        def put(store: WritableStore, name: str, path: Path, content: Content) -> None:
+            original_put(store, name, path, content)
+            stored[f"{store.url}/{name}"] = path.read_bytes()
+            recorder.tell(Stored(dict(stored)))
+
+        def delete(store: WritableStore, names: list[str]) -> None:
+            original_delete(store, names)
+            for name in names:
+                del stored[f"{store.url}/{name}"]
+            recorder.tell(Stored(dict(stored)))
+
+        stored: dict[str, bytes] = {}
+        original_put, original_delete = WritableStore.put, WritableStore.delete
         original_publish, original_append = Disk.publish, Ledger._write
         original_rewind = run_module.rewind
         with contextlib.ExitStack() as stack:
             for where, name, value in (
                 (Disk, "publish", publish),
                 (Ledger, "_write", append),
+                (WritableStore, "put", put),
+                (WritableStore, "delete", delete),
                 (run_module, "rewind", go_back),
                 (run_module, "fault_from_environment", lambda: faults.Fault(1, "nan")),
                 (faults._FaultyEngine, "_affect", affect),
             ):
                 stack.enter_context(mock.patch.object(where, name, value))
+            endpoint = stack.enter_context(s3_server())
+            make_bucket(endpoint, self._bucket)
+            variables = {**CREDENTIALS, "S3_ENDPOINT_URL": endpoint}
+            stack.enter_context(mock.patch.dict(os.environ, variables))
             stack.enter_context(self._quick())
             stack.enter_context(recorder.on())
             assert run_module.run_training(self._config, self.run_dir.path, self._world) == 0
         assert num_rewinds == 1
+        assert any(name.endswith("/mirror.json") for name in stored)
 
     def problems(self, tree: Tree, told: list[Any]) -> Iterator[str]:
         before = self.run_dir.ledger.path
         ledger = before.read_bytes() if before.exists() else b""
+        self._stored = next((t.objects for t in reversed(told) if isinstance(t, Stored)), {})
         found = self._start()
         events = self.run_dir.ledger.read()
         lines = _lines(self.run_dir.metrics, 1 << 40)
@@ -233,6 +311,17 @@ class Run(Subject):
             self._loaded[content] = load_config(kind, path)
         return self._loaded[content]
 
+    def _tree_of(self, config: Any) -> Any:
+        if id(config) not in self._trees:
+            self._trees[id(config)] = config, to_tree(config)
+        return self._trees[id(config)][1]
+
+    def _events(self, ledger: Ledger) -> list[Event]:
+        content = ledger.path.read_bytes() if ledger.path.exists() else b""
+        if content not in self._parsed:
+            self._parsed[content] = _read_ledger(ledger)
+        return list(self._parsed[content])
+
     def _start(self) -> Checkpoint | None:
         """What a start continues from, with the metrics cut as it does; nothing is trained."""
 
@@ -246,11 +335,19 @@ class Run(Subject):
         with (
             self._quick(),
             mock.patch.object(run_module, "_train_from", train_from),
-            mock.patch.object(run_module, "build_engine"),
+            mock.patch.object(run_module, "build_engine", _no_engine),
             mock.patch.object(run_dir_module, "load_config", self._load),
+            mock.patch.object(run_dir_module, "to_tree", self._tree_of),
+            mock.patch.object(Ledger, "read", lambda ledger: self._events(ledger)),
+            mock.patch.object(
+                destinations, "store_at", lambda url, *_: _Objects(url, self._stored)
+            ),
+            mock.patch.multiple(starts, **self._of_the_corpus),
         ):
             try:
-                run_module.run_training(self._config, self.run_dir.path, self._world)
+                run_module.run_training(
+                    self._config, self.run_dir.path, self._world, heartbeat=self._heartbeat
+                )
             except Started as started:
                 return started.found
         raise AssertionError("nothing was started")
@@ -283,7 +380,8 @@ class Build(Subject):
             shard_bytes=1500,
             tokenizer=TokenizerConfig(kind="characters"),
             threads=1,
-            **({"shuffle_seed": 1, "shuffle_bytes": 20000} if shuffles else {}),
+            shuffle_seed=1 if shuffles else -1,
+            shuffle_bytes=20000,
         )
         self._expected: dict[Any, Any] = {}
 
@@ -306,16 +404,34 @@ class Build(Subject):
 
 
 def put(tree: Tree, root: Path) -> None:
-    """Make the state below `root`, and nothing else."""
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir(parents=True)
+    """Make the state below `root`, and nothing else; what is there already stays."""
+    root.mkdir(parents=True, exist_ok=True)
+    there: Tree = {}
+    todo = [""]
+    while todo:
+        folder = todo.pop()
+        for entry in list(os.scandir(root / folder)):
+            path = folder + entry.name
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if path not in tree or is_folder != (tree[path] is None):
+                shutil.rmtree(entry.path) if is_folder else os.unlink(entry.path)
+            elif is_folder:
+                there[path] = None
+                todo.append(f"{path}/")
+            else:
+                with open(entry.path, "rb") as file:
+                    there[path] = file.read()
     for path in sorted(tree):
         content = tree[path]
-        if content is None:
-            (root / path).mkdir(mode=0o700)
-        else:
+        if content is None and path not in there:
+            os.mkdir(root / path, 0o700)
+        elif content is not None and there.get(path) != content:
             with open(root / path, "wb") as file:
                 file.write(content)
+
+
+def no_sync(_: int) -> None:
+    """In place of an fsync of what no power failure will be recorded of."""
 
 
 def silenced() -> None:

@@ -8,7 +8,7 @@ import sys
 
 def test_runs_and_builds_continue_from_crash_states():
     """A whole checkpoint, its metrics and events, and identical bytes of resumed builds."""
-    command = [sys.executable, "-m", "tests.crash_states", "--states", "100"]
+    command = [sys.executable, "-m", "tests.crash_states", "--states", "1000"]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
