@@ -468,7 +468,7 @@ class Site:
         job.reason = "TimeLimit" if how == "TIMEOUT" else job.reason
         self.signal(job, signal.SIGTERM)
         self.later(grace, partial(self.kill, job, job.starts))
-        if how in ("NODE_FAIL", "REQUEUED"):
+        if how == "REQUEUED" or (how == "NODE_FAIL" and job.may_requeue):
             self.conclude(job, how)
 
     def conclude(self, job: QueuedJob, how: str) -> None:

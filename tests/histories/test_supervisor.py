@@ -39,9 +39,12 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "a job that launches no more steps burnt its attempts": [
         ("plan_attempts", {"kinds": ["step limit"] * 2}),
     ],
+    "a job that gave up in place of a requeue exited as if it had been requeued": [
+        ("plan_attempts", {"kinds": ["step limit"] * 4}),
+    ],
     "a supervisor that was killed while storage was away failed at its next start": [
         ("kill_supervisor", {"after": 2.0}),
-        ("take_storage_away", {"after": 0.0, "seconds": 40.0}),
+        ("take_storage_away", {"after": 0.0, "seconds": 3.0}),
     ],
     "nodes were waited for after Slurm had taken the start": [
         ("break_node", {"after": 0.0, "seconds": 900.0, "node": 1, "how_far": 0}),
