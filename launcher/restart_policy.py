@@ -29,10 +29,7 @@ from pretrain.rundir.ledger import events_of
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """How often and how fast to restart a run that crashes.
-
-    Progress is a newer checkpoint, not time.
-    """
+    """How often and how fast to restart a run that crashes; progress is a newer checkpoint."""
 
     attempts_without_progress: int = 3
     first_delay: float = 1.0  # seconds; doubled for each attempt without progress
@@ -177,10 +174,7 @@ def delay_after(reason: AttemptReason, count: int, policy: RestartPolicy) -> flo
 
 
 def unresponsive_rank(statuses: Sequence[int]) -> int | None:
-    """Which rank made an attempt hang: the only one that had to be killed; None if there are
-    several or none.
-
-    The rank whose watchdog fires first is not it: that rank was waiting for another one.
-    """
+    """Which rank made an attempt hang: the only one that had to be killed, if there is one. The
+    rank whose watchdog fires first was waiting for it."""
     killed = [rank for rank, status in enumerate(statuses) if status == -signal.SIGKILL]
     return killed[0] if len(killed) == 1 else None

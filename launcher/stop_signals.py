@@ -46,11 +46,8 @@ class StopSignals:
     def patience(
         self, seconds: float, meanwhile: Callable[[], None] = lambda: None, clock: Clock = CLOCK
     ) -> Patience:
-        """How a supervisor waits for its run directory, with a call about once a second.
-
-        Unlike a rank, which has a checkpoint to save, it also gives up, by a StopWhileWaiting, what
-        it wants to write after a request to stop has come.
-        """
+        """How a supervisor waits for its run directory, with a call about once a second: unlike a
+        rank, which has a checkpoint to save, until a request to stop raises StopWhileWaiting."""
 
         def poll() -> None:
             meanwhile()
@@ -69,5 +66,4 @@ class StopSignals:
 
 
 class StopWhileWaiting(Exception):
-    """The supervisor was asked to stop, and storage does not work: what it was to write is not
-    written."""
+    """The supervisor was asked to stop while it waited: what it was to write is not written."""

@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attempt", type=int, metavar="N", help="which attempt (default: the latest)"
     )
     parser.add_argument(
-        "--errors",
-        action="store_true",
-        help="only errors, tracebacks and stacks: of the ranks, srun and the Slurm job",
+        "--errors", action="store_true", help="only errors and stacks, of ranks, srun and the job"
     )
     parser.add_argument(
         "--lines",
@@ -137,10 +135,8 @@ def _print_errors(
 def _sources(
     run_dir: RunDir, attempt: AttemptFiles | None, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """Names and last errors of all logs: of the rank that failed first, srun, the job, other ranks.
-
-    Those of other ranks are read together, once what came before them has been shown.
-    """
+    """Names and last errors of all logs: of the rank that failed first, srun, the job, and others,
+    which are read together once what came before them has been shown."""
 
     def errors_of(log: Path) -> Sequence[str]:
         return deque(error_lines(_last_lines(log, 0)), maxlen=arguments.lines or None)
@@ -172,8 +168,7 @@ def _last_words(logs: Path, attempt: AttemptFiles | None) -> list[str]:
 
 
 def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
-    """Print what the rank writes, in this attempt and the next ones, until the run is not active
-    any more."""
+    """Print what the rank writes, in this attempt and the next ones, while the run is active."""
     path, offset = None, 0
     checked, ending = time.monotonic(), ""
     while True:

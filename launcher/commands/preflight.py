@@ -346,8 +346,7 @@ def rate_nodes(
     missing: Sequence[str],
     ranks_of_node: int = 1,
 ) -> list[NodeReport]:
-    """A report for every node, also those that never responded, by name; and of all together, if
-    that failed although every two of them connect."""
+    """A report for every node by name, also without a response; and of all, if only that failed."""
     by_node: dict[str, list[RankMeasurement]] = {}
     for one in found:
         by_node.setdefault(one.node, []).append(one)

@@ -32,8 +32,7 @@ class BatchProcess:
             signal.signal(number, self._pass_on)
 
     def run(self) -> int:
-        """The exit status of the command; 128 + N if signal N killed it at its end, or too
-        often."""
+        """The exit status of the command; 128 + N if signal N killed it last, or too often."""
         num_short = 0
         while True:
             began = time.monotonic()

@@ -110,11 +110,10 @@ class NodePool:
         self._probe, self._clock = probe, clock
 
     def next_step(self, meanwhile: Callable[[], None]) -> Step:
-        """The step of the next attempt, on nodes that can run ranks now.
+        """The step of the next attempt, on nodes that can run ranks now; others are waited for.
 
-        Nodes that cannot are waited for, with growing pauses; `meanwhile` is called often.
-        StartAgain if the job lacks a node for longer than the run's patience; ConfigError if no
-        other job would have what is missing.
+        `meanwhile` is called often. StartAgain if the job lacks a node for longer than the run's
+        patience; ConfigError if no other job would have what is missing.
         """
         if self._outlives_nodes:
             self._replace_failed()

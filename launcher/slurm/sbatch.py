@@ -125,11 +125,8 @@ def is_script_of(script: str, run_dir: Path) -> bool:
 def render_array(
     job: Job, runs: Sequence[Path], at_a_time: int | None, after: str | None = None
 ) -> str:
-    """The script of an array job whose task i runs the run directory runs[i].
-
-    Each run directory gets a link to its task's log, which is in `job.run_dir`. The array starts
-    when the job `after` has ended.
-    """
+    """The script of an array job whose task i runs the run directory runs[i], which gets a link to
+    the task's log in `job.run_dir`. The array starts when the job `after` has ended."""
     limit, logs = f"%{at_a_time}" if at_a_time else "", job.run_dir / "logs"
     options = {
         "array": f"0-{len(runs) - 1}{limit}",
@@ -260,12 +257,10 @@ class Snapshot:
 
 @contextlib.contextmanager
 def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
-    """The snapshot to take in the block. If Slurm refuses the job, all is as it was before.
+    """The snapshot to take in the block. If Slurm refuses the job, all is as it was before; after
+    any other failure the new snapshot stays: the job may exist, although its id was lost.
 
-    Raises ConfigError if others can write the run directory: they could exchange what the job
-    executes.
-
-    After any other failure the new snapshot stays: the job may exist, although its id was lost.
+    ConfigError if others can write the run directory, and so exchange what the job executes.
     """
     snapshot, before = Snapshot(run_dir.path), run_dir.path / ".slurm.tmp"
     made = [path for path in (run_dir.path, run_dir.logs) if not path.exists()]
@@ -317,10 +312,10 @@ def check_run(
     *,
     is_dry_run: bool = False,
 ) -> list[str]:
-    """Raise ConfigError if the run cannot work there.
+    """Return warnings, a line each; ConfigError if the run cannot work there.
 
-    Returns warnings, a line each. `config` has its vocabulary size. A dry run may be on a host with
-    other disks than the cluster's: there, a full disk is a warning.
+    `config` has its vocabulary size. A dry run's host may have other disks than the cluster:
+    there, a full disk is a warning.
     """
     ranks = nodes.least * cluster.tasks_per_node
     accumulation_steps(config, ranks)
@@ -351,11 +346,8 @@ def check_run(
 def check_request(
     cluster: ClusterConfig, nodes: NodeRange, partitions: Sequence[Partition]
 ) -> None:
-    """Raise ConfigError if a partition is unknown, or none of those named can ever run the job.
-
-    Of several partitions Slurm takes the one that can start the job first. Also if a variable that
-    the job takes from here is not set. Where no partition is known, sbatch decides.
-    """
+    """Raise ConfigError if a partition is unknown, none of those named can ever run the job, or a
+    variable that the job takes from here is not set. Where none is known, sbatch decides."""
     check_references(cluster)
     if not partitions:
         return
