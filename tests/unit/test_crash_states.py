@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+
+from foundation.own_programs import own_command
 
 
 def test_runs_and_builds_continue_from_crash_states():
     """A whole checkpoint, its metrics and events, and identical bytes of resumed builds."""
-    command = [sys.executable, "-m", "tests.crash_states", "--states", "1000"]
+    command = own_command("tests.crash_states", "--states", "1000")
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
