@@ -30,9 +30,5 @@ COMMANDS = {
         "list what each lane reads at each step, without reading tokens",
     ),
 }
-PROGRAM = Program(
-    "data-pipeline",
-    "Turn text into shards of tokens, and check them.",
-    COMMANDS,
-)
+PROGRAM = Program("data-pipeline", "Turn text into shards of tokens, and check them.", COMMANDS)
 main = PROGRAM.main

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from foundation.errors import ConfigError
-from foundation.settings import (
-    MOST,
-    MOST_THREADS,
-    Range,
-    check_ranges,
-    require_no_secrets,
-    setting,
-)
+from foundation.settings import MOST, MOST_THREADS, Range, check_ranges, require_no_secrets, setting
 
 SourceKind = Literal[
     "text",

@@ -27,13 +27,7 @@ from data_pipeline.vocabularies.vocabulary import (
     Vocabulary,
 )
 from foundation.errors import DataError
-from foundation.files import (
-    atomic_write,
-    make_directory,
-    read_json,
-    read_regular,
-    write_json,
-)
+from foundation.files import atomic_write, make_directory, read_json, read_regular, write_json
 from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import assert_never
 

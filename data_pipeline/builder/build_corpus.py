@@ -28,12 +28,7 @@ from data_pipeline.builder.build_tokenizer import (
     prepare_tokenizer,
 )
 from data_pipeline.builder.documents import read_documents, refuse_packed, stretches_of
-from data_pipeline.builder.journal import (
-    BuildJournal,
-    check_recipe,
-    claimed_output,
-    is_finished,
-)
+from data_pipeline.builder.journal import BuildJournal, check_recipe, claimed_output, is_finished
 from data_pipeline.builder.records import REJECTS_NAME, Document, Reject, RejectList, parts_of
 from data_pipeline.builder.shuffle import SortedRuns
 from data_pipeline.builder.sources import SourceFile, check_apart, check_unchanged, list_sources
@@ -58,12 +53,7 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.vocabularies.vocabulary import UnencodableText
-from foundation.files import (
-    fsync_file,
-    lines_of,
-    move,
-    named_errors,
-)
+from foundation.files import fsync_file, lines_of, move, named_errors
 from foundation.progress import Note, Report
 from foundation.records import json_text
 from foundation.settings import to_tree

@@ -17,10 +17,7 @@ from typing import Any
 from data_pipeline.builder.formats import INDEX_SUFFIX, holds_records, without_compression
 from data_pipeline.config import SourceKind
 from foundation.errors import DataError
-from foundation.files import (
-    LARGEST_LIST_BYTES,
-    read_json,
-)
+from foundation.files import LARGEST_LIST_BYTES, read_json
 
 MDS_INDEX = "index.json"
 MDS_COMPRESSIONS = ("", "zstd", "gz")
@@ -152,9 +149,7 @@ def _listings(
         folders = {each for each in states if each.parent == folder} - folders
         suffix = ""
     yield Listing(
-        name,
-        files,
-        lambda other: PurePosixPath(other).parent in folders and _ends(other, suffix),
+        name, files, lambda other: PurePosixPath(other).parent in folders and _ends(other, suffix)
     )
 
 
@@ -258,7 +253,4 @@ def _check_numbers(root: Path, names: list[str], tell: Tell) -> None:
             )
         for total, count in totals.items():
             if count < int(total):
-                tell(
-                    f"found {count} of {int(total)} files",
-                    [f"{start}*{end}"],
-                )
+                tell(f"found {count} of {int(total)} files", [f"{start}*{end}"])

@@ -69,13 +69,7 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.shards.shards import read_index, renamed, shard_name, write_index
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError, DataError, UserError
-from foundation.files import (
-    atomic_write,
-    fsync_directory,
-    lines_of,
-    make_directory,
-    move,
-)
+from foundation.files import atomic_write, fsync_directory, lines_of, make_directory, move
 from foundation.progress import Note, Report
 
 PART_NAMES = f"{5 * '[0-9]'}-of-{5 * '[0-9]'}"  # of their directories

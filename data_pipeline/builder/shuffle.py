@@ -188,10 +188,7 @@ SETTINGS = ("shard_format", "shard_bytes", "shuffle_bytes")  # those that runs d
 
 
 def shuffle_part(
-    config: CorpusConfig,
-    parts: Sequence[Path],
-    number: int,
-    report: Report = lambda what: None,
+    config: CorpusConfig, parts: Sequence[Path], number: int, report: Report = lambda what: None
 ) -> None:
     """Write stretch `number`, from 1 on, of the shuffled documents of all `parts`, or resume it."""
     with claimed_output(parts[number - 1] / SHUFFLED) as output:

@@ -41,12 +41,7 @@ from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_SHARD_BYTES, TOKEN_DTYPES, CorpusConfig
 from data_pipeline.shards.mds import InvalidShard, read_head
 from foundation.errors import ConfigError, DataError
-from foundation.files import (
-    LARGEST_READ_BYTES,
-    named_errors,
-    open_regular,
-    read_regular,
-)
+from foundation.files import LARGEST_READ_BYTES, named_errors, open_regular, read_regular
 
 # The head of an .idx: magic, version, code of the type, numbers of sequences and of documents + 1.
 HEAD = struct.Struct("<9sQBQQ")

@@ -38,12 +38,7 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.corpora.remote_corpus import CachedShards, cached_shards, local_corpus_directory
 from data_pipeline.shards.shards import ShardReader
-from data_pipeline.tokenizer import (
-    DESCRIPTION_NAME,
-    MODEL_NAME,
-    Tokenizer,
-    read_fingerprint,
-)
+from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, read_fingerprint
 from foundation.errors import DataError
 from foundation.files import path_below, path_text, settled_state
 from foundation.records import json_text

@@ -39,13 +39,7 @@ from data_pipeline.corpora.stores import (
     uploader_to,
     with_timeout,
 )
-from data_pipeline.tokenizer import (
-    DESCRIPTION_NAME,
-    MODEL_NAME,
-    TRAITS,
-    Tokenizer,
-    fingerprint_of,
-)
+from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, TRAITS, Tokenizer, fingerprint_of
 from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES
 from foundation.errors import DataError
 from foundation.files import (

@@ -58,19 +58,8 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
 from data_pipeline.shards.shards import ShardReader
 from foundation.errors import DataError
-from foundation.files import (
-    move,
-    path_below,
-    read_json,
-    url_of,
-    write_json,
-)
-from foundation.locks import (
-    exclusive_lock,
-    held_lock,
-    open_shared,
-    try_lock,
-)
+from foundation.files import move, path_below, read_json, url_of, write_json
+from foundation.locks import exclusive_lock, held_lock, open_shared, try_lock
 from foundation.ownership import private_directory
 from foundation.records import from_json, is_sha256
 

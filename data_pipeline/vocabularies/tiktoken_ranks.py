@@ -57,10 +57,7 @@ class TiktokenRanks:
         self.vocab_size = size_of(ids)
         with library_errors("an encoding of tiktoken"):
             self.library: Any = tiktoken.Encoding(
-                "ranks",
-                pat_str=pattern,
-                mergeable_ranks=ranks,
-                special_tokens=dict(special_tokens),
+                "ranks", pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(special_tokens)
             )
         try:
             self._encode(PROBE)

@@ -62,7 +62,7 @@ def test_full_and_read_only_disks_are_named_and_a_full_one_is_outlasted(experime
     done = subprocess.run(namespace, capture_output=True, text=True, env={**os.environ, **places})
     said = {name: (tmp_path / name).read_text() for name in ("full", "room", "read-only")}
     ends = dict(re.findall(r"^([a-z-]+): (\d+)$", done.stdout, re.M))
-    expected = {"full": "2", "verified": "0", "room": "0", "read-only": "2", "untouched": "0"}
+    expected = {"full": "74", "verified": "0", "room": "0", "read-only": "2", "untouched": "0"}
     assert ends == expected, (done, said)
     assert "step 10: valid" in done.stdout
     assert re.search(r"^ERROR .* step 20: .* MiB .* MiB", said["full"], re.M)
