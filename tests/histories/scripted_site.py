@@ -316,6 +316,8 @@ class Site:
         hosts = SimpleNamespace(gethostname=lambda: self.host)
         stack.enter_context(mock.patch.object(pretrain.rundir.lock, "socket", hosts))
         stack.enter_context(mock.patch.dict(os.environ))
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # a supervisor that has ended is not us
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: None))
 
     @property
     def host(self) -> str:
