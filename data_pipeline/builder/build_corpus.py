@@ -203,8 +203,8 @@ def _write_splits(
     progress.show()
     for writer in writers.values():
         writer.flush()
-    if rejects.empty:
-        report(Note(f"{rejects.empty:,} records without text were left out"))
+    if rejects.empty_rows:
+        report(Note(f"{rejects.empty_rows:,} empty rows were left out"))
     if rejects.count:
         fsync_file(rejects_path)
         move(rejects_path, config.output / REJECTS_NAME)

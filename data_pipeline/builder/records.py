@@ -23,7 +23,7 @@ from foundation.settings import assert_never
 
 LONGEST_DOCUMENT_BYTES = 1 << 28  # longer records are rejected; several fit into a shard
 JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
-EMPTY = "empty"
+EMPTY_ROW = "empty row"  # as tables of lines have them between paragraphs
 MOST_BESIDE_TEXT = 1 << 24  # of a record's JSON, outside of strings: parsed, it takes 30 times that
 REJECTS_NAME = "rejects.jsonl"
 TOKEN_BYTES = 4
@@ -49,9 +49,9 @@ class Reject:
     reason: str
 
     @property
-    def is_empty(self) -> bool:
-        """Whether it has no text: tables of lines have such rows between paragraphs."""
-        return self.reason == EMPTY
+    def is_empty_row(self) -> bool:
+        """Whether it is a row of a table without text."""
+        return self.reason == EMPTY_ROW
 
     @property
     def is_cut(self) -> bool:
@@ -94,7 +94,7 @@ def document_of_bytes(
     except UnicodeDecodeError as error:
         return Reject(source, f"invalid UTF-8 at byte {error.start}")
     if not text.strip():
-        return Reject(source, EMPTY)
+        return Reject(source, "empty")
     return Document(name, with_newlines(text, config), source)
 
 
@@ -117,7 +117,7 @@ def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -
         found = type(text).__name__
         return Reject(source, f"field {config.text_field!r} holds {found}, expected text")
     if not text.strip():
-        return Reject(source, EMPTY)
+        return Reject(source, "empty")
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
@@ -148,7 +148,7 @@ def document_of_tokens(
     if len(values) and values[-1] == config.tokenizer.end_id:
         values = values[:-1]
     if not len(values):
-        return Reject(source, EMPTY)
+        return Reject(source, "empty")
     if values.min() < 0 or values.max() >= LARGEST_VOCABULARY:
         found = values.min() if values.min() < 0 else values.max()
         return Reject(source, f"found the id {found}, expected 0 to {LARGEST_VOCABULARY - 1}")
@@ -182,16 +182,16 @@ def document_id(value: object, name: str) -> str:
 class RejectList:
     """Lists unusable records in a file; DataError if there are more than allowed.
 
-    Empty ones are only counted.
+    Empty rows of tables are only counted.
     """
 
     def __init__(self, file: BinaryIO, limit: int, path: Path) -> None:
         self._file, self._limit, self._path = file, limit, path
-        self.count = self.empty = 0
+        self.count = self.empty_rows = 0
 
     def add(self, reject: Reject) -> None:
-        if reject.is_empty:
-            self.empty += 1
+        if reject.is_empty_row:
+            self.empty_rows += 1
             return
         self.count += 1
         self._file.write(json_text(asdict(reject)).encode() + b"\n")

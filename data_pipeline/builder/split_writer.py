@@ -56,7 +56,7 @@ def check_sources(config: CorpusConfig, sources: Sources) -> None:
             continue
         for document in read_documents(source, config):
             if isinstance(document, Reject):
-                rejects += [] if document.is_empty else [document]
+                rejects += [] if document.is_empty_row else [document]
                 if len(rejects) > config.max_rejects:
                     return  # the build will stop for this reason
                 continue

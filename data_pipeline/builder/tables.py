@@ -14,6 +14,7 @@ import numpy as np
 
 from data_pipeline.builder.formats import UnreadableRecords
 from data_pipeline.builder.records import (
+    EMPTY_ROW,
     Document,
     Records,
     Reject,
@@ -150,6 +151,8 @@ def _records_of(
         location = f"{source.name}:{number}"
         if text is None:
             yield Reject(location, f"field {name!r} is null")
+        elif not text.strip():
+            yield Reject(location, EMPTY_ROW)
         else:
             yield document_of_bytes(text, document_id(value, location), location, config)
 
