@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from benchmarks.measure import markdown_table
 from tests.helpers.compiled_kernels import DROPOUT
@@ -90,7 +91,9 @@ def compiled(names: list[str]) -> dict[str, Resources]:
     kernels = {}
     command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", *names]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+    ) as process:
         assert process.stdout is not None
         for name, found in map(json.loads, process.stdout):
             kernels[name] = Resources(**found)

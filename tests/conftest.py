@@ -27,6 +27,7 @@ KERNELS = f"{tempfile.gettempdir()}/xl-pretrain-kernels-{os.getuid()}-{ISA}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", KERNELS)
 # A shell ignores SIGINT in its background jobs, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup does
 # Nothing is looked up on the web, and the code of exports is copied to where it is removed.
 os.environ["HF_HUB_OFFLINE"] = "1"
 HUGGINGFACE_MODULES = tempfile.TemporaryDirectory(prefix="huggingface-modules-")

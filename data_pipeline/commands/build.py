@@ -91,7 +91,7 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
     train = result.manifests.get("train")
     if train and needs_training(config.tokenizer):
         print(vocabulary_advice(train.tokens, train.vocab_size), end="")
-    is_new = "validation" in result.manifests and not result.was_finished
+    is_new = bool(hash_of_all) and "validation" in result.manifests and not result.was_finished
     if is_new and (copies := copied_documents(config.output)):
         print(f"{copies:,} training documents are copies of validation documents")
     if result.rejects:

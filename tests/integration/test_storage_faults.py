@@ -23,7 +23,7 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 # "$RUN".
 SMALL_DISK = """
 set -u
-mount -t tmpfs -o size=2m tmpfs "$RUN"
+mount -t tmpfs -o size=2m,mode=700 tmpfs "$RUN"
 bash $TRAIN checkpoint.storage_patience_seconds=0 2> "$LOGS/full"; echo "full: $?"
 $VERIFY; echo "verified: $?"
 # Not a byte is left from the first steps on, until the run has nothing more to train.

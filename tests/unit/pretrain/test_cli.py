@@ -200,14 +200,14 @@ def test_a_useless_value_is_one_line(corpus, tmp_path, monkeypatch, capsys, argu
     assert files_in(tmp_path) == before
 
 
-def test_a_folder_of_other_files_gets_no_lock_of_a_run_that_is_refused(corpus, tmp_path, caplog):
+def test_a_folder_of_other_files_gets_no_lock_of_a_run_that_is_refused(corpus, tmp_path, capsys):
     (tmp_path / "x.yaml").write_text(EXPERIMENT)
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     train = ["train", str(tmp_path / "x.yaml"), f"data.path={corpus.directory.parent}"]
     assert main([*train, "--run-dir", str(folder)]) == 2
-    assert "(notes.txt)" in caplog.text
+    assert "(notes.txt)" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 

@@ -347,8 +347,10 @@ def test_a_start_records_the_configurations_of_a_hybrids_kernels(monkeypatch) ->
     ],
 )
 def test_a_start_on_other_hosts_is_another_environment_of_nccl(
-    before, now, changed, tmp_path, monkeypatch, world
+    before, now, changed, tmp_path, monkeypatch
 ) -> None:
+    destroy_process_group()  # of another test
+    world = init_world()
     for step, hosts in enumerate((before, now)):
         ranks = [{"torch": "2", "hosts of NCCL": host} for host in hosts.split()]
         monkeypatch.setattr(starts, "gather_values", lambda *_, ranks=ranks: ranks)
@@ -356,6 +358,7 @@ def test_a_start_on_other_hosts_is_another_environment_of_nccl(
         starts.record_start(RunDir(tmp_path), world, RunConfig(), step, {}, where)
     (*_, began) = RunDir(tmp_path).ledger.read()
     assert began.changes == ({"hosts of NCCL": changed} if changed else {})
+    destroy_process_group()
 
 
 def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(monkeypatch):
