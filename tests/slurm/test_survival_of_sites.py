@@ -89,7 +89,8 @@ def test_a_run_outlasts_banners_new_names_tidied_logs_and_a_mount_that_is_away(
     run.wait_for_step(INTERVAL + 20)
     lab.run_on("n2", "mount", "-t", "tmpfs", "none", str(run.dir.path))
     run.signal_rank(3, signal.SIGKILL)
-    run.until(lambda: run.events(NodesUnready))
+    blind = {"n2": "does not see the run directory"}
+    run.until(lambda: blind in [event.problems for event in run.events(NodesUnready)])
     assert_status(run, "running", reason="waiting: n2 does not see the run directory")
     lab.run_on("n2", "umount", "-l", str(run.dir.path))
     run.wait_until_finished()
