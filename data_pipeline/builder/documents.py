@@ -225,8 +225,9 @@ def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
                 pass
         elif line.strip():
             record = document_of_json(line.rstrip(b"\r\n"), location, location, config)
-            if not line.endswith(b"\n") and isinstance(record, Reject) and record.is_cut:
-                raise InvalidRecords(f"its last line is {record.reason}")
+            reason = record.reason if isinstance(record, Reject) else ""
+            if reason.startswith("invalid ") and not line.endswith(b"\n"):
+                raise InvalidRecords(f"its last line is {reason}")
             yield record
 
 

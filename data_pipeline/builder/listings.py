@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -49,11 +49,12 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A list by its name: the forms that each file may have, and which other names it excludes."""
+    """A list: the forms of each file; others in `folders` that end in `suffix` are left out."""
 
     name: str
     files: tuple[tuple[ListedFile, ...], ...]
-    excludes: Callable[[str], bool]
+    folders: Collection[PurePosixPath] = ()
+    suffix: str = ""
 
 
 Tell = Callable[[str, list[str]], None]  # a reason, and the names of the files that it is about
@@ -69,26 +70,37 @@ def listed_files(
     """
     refuse_versions(root, names)
     present = frozenset(names)
-
-    def without(excluded: set[str], reason: str) -> list[str]:
-        if excluded:
-            tell(reason, sorted(excluded))
-        return [name for name in names if name not in excluded]
-
-    if not keeps_splits:
+    if not keeps_splits and (held_out := _held_out(names)):
         reason = "left out, of a validation or test split; name one as an input to read it"
-        names = without(_held_out(names), reason)
+        tell(reason, sorted(held_out))
+        names = [name for name in names if name not in held_out]
     listed: dict[str, ListedFile] = {}
     for of_splits in (True, False):  # a split that is not listed has lists of its own
         chosen = [name for name in names if (PurePosixPath(name).name == SPLITS) == of_splits]
         lists = [found for name in chosen for found in _listings(root, name, kind, present)]
         for found in lists:
             listed |= {file.name: file for file in _present(root, found, present)}
-        for found in lists:
-            excluded = {name for name in names if name not in listed and found.excludes(name)}
-            names = without(excluded, f"left out, not listed in {found.name}")
+        excluded = _excluded([name for name in names if name not in listed], lists)
+        for source, others in excluded.items():
+            tell(f"left out, not listed in {source}", sorted(others))
+        gone = set().union(*excluded.values())
+        names = [name for name in names if name not in gone]
     _check_numbers(root, names, tell)
     return {name: listed.get(name, ListedFile(name)) for name in names}
+
+
+def _excluded(names: list[str], lists: list[Listing]) -> dict[str, set[str]]:
+    """Return which of the names, which no list has, a list decides about, by the list's name."""
+    decides = {(folder, each.suffix): each.name for each in lists for folder in each.folders}
+    suffixes = sorted({suffix for _, suffix in decides})
+    excluded: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        folder = PurePosixPath(name).parent
+        for suffix in suffixes:
+            if (folder, suffix) in decides and _ends(name, suffix):
+                excluded[decides[folder, suffix]].add(name)
+                break
+    return excluded
 
 
 def refuse_versions(root: Path, names: list[str]) -> None:
@@ -129,7 +141,7 @@ def _listings(
     folder = path.parent
     if kind == "megatron" and path.suffix.lower() in (".bin", INDEX_SUFFIX):
         other = INDEX_SUFFIX if path.suffix.lower() == ".bin" else ".bin"
-        yield Listing(name, ((ListedFile(str(path.with_suffix(other))),),), lambda name: False)
+        yield Listing(name, ((ListedFile(str(path.with_suffix(other))),),))
     if path.name not in READERS:
         return
     suffix, read = READERS[path.name]
@@ -148,9 +160,7 @@ def _listings(
         states = (PurePosixPath(each).parent for each in present if _ends(each, STATE))
         folders = {each for each in states if each.parent == folder} - folders
         suffix = ""
-    yield Listing(
-        name, files, lambda other: PurePosixPath(other).parent in folders and _ends(other, suffix)
-    )
+    yield Listing(name, files, folders, suffix)
 
 
 def _ends(name: str, suffix: str) -> bool:
@@ -178,10 +188,8 @@ def _of_shards(content: dict[str, Any], folder: PurePosixPath) -> Files:
             f"{folder} is a data set of LitData, which is not read; write it as MDS or Parquet"
         )
     for shard in content["shards"]:
-        name, packing = (
-            shard.get("raw_data", {}).get("basename", ""),
-            shard.get("compression") or "",
-        )
+        name = shard.get("raw_data", {}).get("basename", "")
+        packing = shard.get("compression") or ""
         if name.endswith(".mds") and packing.partition(":")[0] not in MDS_COMPRESSIONS:
             raise DataError(
                 f"{folder} is an MDS data set compressed by {packing}, expected zstd, gz or none"

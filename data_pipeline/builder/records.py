@@ -53,11 +53,6 @@ class Reject:
         """Whether it is a row of a table without text."""
         return self.reason == EMPTY_ROW
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether it may be the start of a record that was whole."""
-        return self.reason.startswith("invalid ")
-
 
 Tell = Callable[[], int]  # how many of a file's bytes were read
 Records = Iterator[Document | Reject]

@@ -67,7 +67,7 @@ def library_errors(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, InvalidVocabulary):
         raise
     except BaseException as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = _reason_of(error)
         if reason.startswith("INTERNAL: "):  # names a line of SentencePiece's own code
             reason = "it cannot be parsed"
         raise InvalidVocabulary(f"not {what} ({reason}); restore it") from None
@@ -81,8 +81,11 @@ def encoding_errors() -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UnencodableText):
         raise
     except BaseException as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UnencodableText(f"the tokenizer fails: {reason}") from None
+        raise UnencodableText(f"the tokenizer fails: {_reason_of(error)}") from None
+
+
+def _reason_of(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def check_size(vocab_size: int) -> int:

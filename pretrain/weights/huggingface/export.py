@@ -29,13 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
-from foundation.files import (
-    atomic_write,
-    path_text,
-    read_text,
-    write_json,
-    write_text,
-)
+from foundation.files import atomic_write, path_text, read_text, write_json, write_text
 from foundation.records import json_text
 from foundation.settings import assert_never, to_tree
 from pretrain.config.run import spans_of_phases

@@ -158,10 +158,7 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
             vocab_size = self.config.vocab_size
             loss = self.loss_function(logits, labels, vocab_size=vocab_size, **options)
         output = XLPretrainOutput(
-            loss=loss,
-            logits=logits,
-            mems=next_mems,
-            past_key_values=past_key_values,
+            loss=loss, logits=logits, mems=next_mems, past_key_values=past_key_values
         )
         return output.to_tuple() if return_dict is False else output
 
