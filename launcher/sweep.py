@@ -34,14 +34,8 @@ from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.reporting.results import differing_settings
 from pretrain.rundir.events import EXIT_STOPPED, Submitted, describe_exit
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
-from pretrain.scaling.sweep_file import (
-    PlacedCell,
-    Sweep,
-    begin_branch,
-    config_of,
-    other_settings,
-    refuse_others,
-)
+from pretrain.sweeps.cells import PlacedCell, begin_branch, config_of, other_settings, refuse_others
+from pretrain.sweeps.sweep_file import Sweep
 
 
 @dataclass(frozen=True, kw_only=True)

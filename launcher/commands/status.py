@@ -21,7 +21,7 @@ from launcher.sweep import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.metric_names import RECENT_SPEED, TRAIN_LOSS
 from pretrain.rundir.run_dir import RUNS, run_path
-from pretrain.scaling.sweep_file import find_runs, runs_of
+from pretrain.sweeps.cells import find_runs, runs_of
 from pretrain.terminal.text import counted, fitted_table, number
 
 STYLES = {

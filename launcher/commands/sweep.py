@@ -31,7 +31,8 @@ from pretrain.config.run import accumulation_steps
 from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.events import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.sweep_file import Sweep, cells_directory, read_sweep
+from pretrain.sweeps.cells import cells_directory
+from pretrain.sweeps.sweep_file import Sweep, read_sweep
 from pretrain.terminal.text import counted
 
 PROGRAM = Program(

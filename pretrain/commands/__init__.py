@@ -1,4 +1,4 @@
-"""One module per command of `pretrain`: `add_arguments` and `run`. Lower modules do the work.
+"""The commands of `pretrain`, a module each: its command line, what it calls, what it prints.
 
-The top floor. Each module is imported only when its command runs.
+A module is imported only when its command runs.
 """

@@ -10,7 +10,7 @@ from pretrain.commands.output_paths import check_output_directory
 from pretrain.reporting.run_history import read_histories
 from pretrain.reporting.run_page import write_comparison, write_report
 from pretrain.rundir.run_dir import run_path
-from pretrain.scaling.sweep_file import runs_of
+from pretrain.sweeps.cells import runs_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

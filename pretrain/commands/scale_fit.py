@@ -47,8 +47,9 @@ from pretrain.scaling.frontier import Approach
 from pretrain.scaling.law import amount, as_loss, shown
 from pretrain.scaling.recipe import FAR_SIZE, Family, with_budget
 from pretrain.scaling.report import fit_lines, fit_tree, write_report
-from pretrain.scaling.sweep_file import cells_directory, cells_of, read_sweep
 from pretrain.scaling.table import Columns, Points, read_points, units_of
+from pretrain.sweeps.cells import cells_directory, cells_of
+from pretrain.sweeps.sweep_file import read_sweep
 from pretrain.terminal.text import counted, fitted_table
 
 

@@ -54,8 +54,8 @@ from pretrain.scaling.recipe import (
     with_budget,
     with_steps,
 )
-from pretrain.scaling.sweep_file import Kind, sweep_path, write_sweep
 from pretrain.scaling.variants import FEWEST_RATES, TunedRule, plan_members, read_comparison
+from pretrain.sweeps.sweep_file import Kind, sweep_path, write_sweep
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PFLOPS_DAY = 86400e15

@@ -1,4 +1,1 @@
-"""HTML reports, figures and a run's history as data to draw. Torch-free.
-
-Imported by commands, scaling and `launcher`; uses rundir, costs, config and terminal.
-"""
+"""Pages, charts and tables of runs, and a run's history as data to draw. Torch-free."""

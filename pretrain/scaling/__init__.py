@@ -1,5 +1,4 @@
-"""Scaling laws: plan runs, collect them, fit, report.
+"""Scaling laws: plan the runs of a sweep, collect them into a table, fit laws to it, report them.
 
-A fit goes from table to fit, with laws of law and frontier; report shows the result.
-Imported by commands and `launcher/sweep.py`; uses costs, reporting and config.
+A fit goes from `table.py` to `fit.py`, with the laws of `law.py` and `frontier.py`.
 """

@@ -18,8 +18,8 @@ from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import set_losses, task_columns
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.law import amount
-from pretrain.scaling.sweep_file import PlacedCell
 from pretrain.scaling.table import csv_rows
+from pretrain.sweeps.cells import PlacedCell
 from pretrain.terminal.text import flops_text
 
 MISTUNED = 0.005  # of the loss: what another rate may gain

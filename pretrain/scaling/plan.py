@@ -51,8 +51,8 @@ from pretrain.scaling.recipe import (
     with_budget,
     with_steps,
 )
-from pretrain.scaling.sweep_file import FORMAT, Cell, Kind, Sweep
 from pretrain.scaling.table import Array, Points
+from pretrain.sweeps.sweep_file import FORMAT, Cell, Kind, Sweep
 from pretrain.terminal.text import counted
 
 MOST_SIZES = 1000  # of a budget

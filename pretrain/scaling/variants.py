@@ -52,8 +52,8 @@ from pretrain.scaling.frontier import parabola
 from pretrain.scaling.law import Interval, amount, as_loss, as_size, students
 from pretrain.scaling.plan import PlannedRun, at_computed_flops, planned_run, varied
 from pretrain.scaling.report import LOSS, Part, write_parts
-from pretrain.scaling.sweep_file import check_overrides
 from pretrain.scaling.table import Array, csv_rows
+from pretrain.sweeps.sweep_file import check_overrides
 from pretrain.terminal.text import counted, fitted_table, flops_text, number
 
 if TYPE_CHECKING:

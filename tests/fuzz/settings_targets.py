@@ -19,8 +19,8 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
 from pretrain.kernels.triton.tiling import kernels_version, tiles_in
 from pretrain.scaling.collect import PROBES, probe_columns
-from pretrain.scaling.sweep_file import read_sweep
 from pretrain.scaling.table import read_points
+from pretrain.sweeps.sweep_file import read_sweep
 from tests.fuzz.target import Target, command
 
 LINES_OF_A_SCRIPT = 24  # at most, besides what a cluster file adds

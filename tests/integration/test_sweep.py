@@ -24,7 +24,8 @@ from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.rundir.run_dir import RunDir, code_version
 from pretrain.scaling.collect import row_of
-from pretrain.scaling.sweep_file import cells_of, config_of, read_sweep
+from pretrain.sweeps.cells import cells_of, config_of
+from pretrain.sweeps.sweep_file import read_sweep
 
 STEPS = 160
 CELLS = {"narrow": "model.d_model=16", "wide": "seed=1", "wide-again": "seed=1"}

@@ -28,7 +28,7 @@ from pretrain.costs.flops import cost_of
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.events import Outcome, Rewind, Spike, Submitted, TrainingBegan, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.sweep_file import read_sweep
+from pretrain.sweeps.sweep_file import read_sweep
 from tests.helpers.checkout import ROOT
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.metrics import train_line

@@ -10,7 +10,8 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from foundation.files import write_text
-from pretrain.scaling.sweep_file import config_of, read_sweep
+from pretrain.sweeps.cells import config_of
+from pretrain.sweeps.sweep_file import read_sweep
 from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law
 
 TEXTS = [

@@ -71,7 +71,7 @@ def test_fit_answers_for_one_run_and_refuses_wild_questions(collected, capsys):
 
 def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():
     modules = [f"pretrain.scaling.{path.stem}" for path in Path(scaling.__path__[0]).glob("*.py")]
-    light = ["pretrain.scaling.sweep_file", "pretrain.commands.scale"]
+    light = ["pretrain.sweeps.cells", "pretrain.commands.scale"]
     for heavy, names in (("torch", modules), ("numpy", light)):
         code = f"import sys, {', '.join(names)}\nassert {heavy!r} not in sys.modules"
         home = Path(scaling.__path__[0]).parents[1]

@@ -20,7 +20,8 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.scaling.law import Law
-from pretrain.scaling.sweep_file import config_of, read_sweep
+from pretrain.sweeps.cells import config_of
+from pretrain.sweeps.sweep_file import read_sweep
 from tests.helpers.checkout import ROOT
 from tests.helpers.scaling_runs import train_by_the_law
 from tests.worked_example import BLOCK, blocks_of, filled

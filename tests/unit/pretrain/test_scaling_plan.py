@@ -30,8 +30,9 @@ from pretrain.scaling.frontier import fit_isoflop
 from pretrain.scaling.law import Interval, fit_flops_law, fit_parametric
 from pretrain.scaling.plan import ASSUMED, make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
 from pretrain.scaling.recipe import FAR_SIZE, RULES, Family, outside_step_law, step_law, with_budget
-from pretrain.scaling.sweep_file import config_of, read_sweep, write_sweep
 from pretrain.scaling.variants import Rung, TunedRule
+from pretrain.sweeps.cells import config_of
+from pretrain.sweeps.sweep_file import read_sweep, write_sweep
 from tests.helpers import scaling_runs
 from tests.helpers.scaling import make_points
 from tests.helpers.scaling_runs import command, train_by_the_law

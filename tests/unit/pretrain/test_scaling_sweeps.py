@@ -24,7 +24,6 @@ from pretrain.costs.memory import checkpoint_bytes
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
-from pretrain.scaling.sweep_file import config_of, read_sweep
 from pretrain.scaling.variants import (
     TOLERABLE,
     fit_rates,
@@ -35,6 +34,8 @@ from pretrain.scaling.variants import (
     results_of,
     verdicts,
 )
+from pretrain.sweeps.cells import config_of
+from pretrain.sweeps.sweep_file import read_sweep
 from tests.helpers.checkout import ROOT
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.scaling import HOFFMANN

@@ -1,183 +1,32 @@
-"""The file of a sweep: its cells, each an experiment file plus overrides. Torch-free.
-
-And which runs a command line means: run directories, folders of runs, sweep files.
-
-format: 1
-name: books                          # the sweep's name
-varies: sizes                        # what a plan varied, which decides what its page shows
-notes: [...]                         # how it was planned, for people
-cells:
-  - name: c1e17-n12M                 # also the name of the run's directory
-    experiment: ../experiments/books.yaml     # relative to this file
-    overrides: [seed=1, model.num_layers=4, ...]      # as on the command line
-    facts: {budget: 1.0e+17, ...}    # numbers of the plan; a runner copies them, and needs none
-    holdout: false                   # true: predicted from the others, never fitted
-
-Instead of cells there may be a grid, from which they follow, one for each combination, the last
-setting changing first:
-
-experiment: ../experiments/books.yaml
-grid: {optim.learning_rate: [3e-4, 1e-3], model.memory_length: [64, 128]}
+"""The runs of a sweep's cells, and the runs that a command line means: run directories, folders of
+runs, sweep files. Torch-free.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import logging
-import math
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 from foundation.errors import ConfigError
-from foundation.files import YAML_SUFFIXES, make_directory, move, sync_tree, write_text
-from foundation.records import json_text
-from foundation.settings import LONGEST_NAME, load_config, parse_config, require_name, to_tree
-from foundation.yaml_files import Tree, abbreviated, did_you_mean, dump_yaml, find_config, read_tree
+from foundation.files import YAML_SUFFIXES, move, sync_tree
+from foundation.settings import load_config
+from foundation.yaml_files import did_you_mean, find_config, read_tree
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import Published
 from pretrain.rundir.metrics_file import cut_measurements_after
 from pretrain.rundir.run_dir import RUNS, RunDir, refuse_foreign_run
+from pretrain.sweeps.sweep_file import Cell, Sweep, read_sweep
 from pretrain.terminal.text import counted
 
-FORMAT = 1
-Kind = Literal["sizes", "rates", "lengths", "variants"]
-MOST_CELLS = 100_000
-_SAFE = re.compile(r"[^A-Za-z0-9.+-]+")  # characters that a directory's name should not have
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One run of a sweep."""
-
-    name: str
-    experiment: Path
-    overrides: tuple[str, ...] = ()
-    facts: dict[str, float] = field(default_factory=dict)
-    holdout: bool = False
-    starts_from: str = ""  # cell whose run it continues...
-    starts_at: int = 0  # ...from this step on
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """Runs that belong together."""
-
-    format: int
-    name: str
-    varies: Kind = "sizes"
-    notes: tuple[str, ...] = ()
-    cells: tuple[Cell, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.format != FORMAT:
-            raise ConfigError(f"format={self.format}, this version reads sweeps of format {FORMAT}")
-        if not self.cells:
-            raise ConfigError("cells is empty; a sweep needs at least one")
-        ((name, count),) = Counter(cell.name for cell in self.cells).most_common(1)
-        if count > 1:
-            raise ConfigError(
-                f"cells: the name {name!r} is used twice; each cell needs its own directory"
-            )
-        require_name("name", self.name)
-        for cell in self.cells:
-            require_name("cells: name", cell.name)
-
-
-def read_sweep(path: Path) -> Sweep:
-    """A sweep file; ConfigError lists everything that is wrong with it."""
-    if path.suffix not in YAML_SUFFIXES and not path.exists():
-        beside = [path.with_name(f"{path.name}.yaml"), sweep_path(None, path.name)]
-        found = [each for each in beside if find_config(each).is_file()]
-        hint = f"; did you mean '{found[0]}'?" if found else ""
-        raise ConfigError(f"{path} does not exist; expected the file of a sweep (YAML){hint}")
-    tree = read_tree(path)
-    if "grid" in tree:
-        tree = _expanded(tree, path)
-    cells = tree.get("cells")
-    if not isinstance(cells, list):
-        raise ConfigError(
-            f"{path}: expected a grid, such as 'grid: {{optim.learning_rate: [3e-4, 1e-3]}}', or a "
-            "list '- {name: ..., experiment: FILE, overrides: [...]}' under cells"
-        )
-    # Cell by cell, because names inside a list are not checked otherwise.
-    parsed = []
-    for index, cell in enumerate(cells):
-        if isinstance(cell, dict):
-            check_overrides(f"{path}: cells[{index}]: overrides", cell.get("overrides", []))
-        parsed.append(to_tree(parse_config(Cell, cell, f"{path}: cells[{index}]")))
-    return parse_config(Sweep, {**tree, "cells": parsed}, str(path))
-
-
-def sweep_path(wanted: Path | None, name: str) -> Path:
-    """The path that the sweep of this name is written to, if no other is wanted."""
-    return wanted or Path("configs/sweeps") / f"{name}.yaml"
-
-
-def write_sweep(path: Path, sweep: Sweep) -> None:
-    """Write a sweep file, whole or not at all."""
-    make_directory(path.parent)
-    header = (
-        "# A sweep: cells to run, each an experiment file and overrides. Format: docs/scaling.md.\n"
-    )
-    write_text(path, header + dump_yaml(to_tree(sweep)))
-
-
-def check_overrides(name: str, value: Any) -> None:
-    """Raise ConfigError unless the value in a file is a list of overrides."""
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ConfigError(
-            f"{name} is {abbreviated(value)}; write settings as on a command line: "
-            "[seed=1, model.memory_length=64]"
-        )
-
-
-def _expanded(tree: Tree, path: Path) -> Tree:
-    """The same sweep with the cells of its grid."""
-    grid, experiment = tree.pop("grid"), tree.pop("experiment", None)
-    if not isinstance(experiment, str) or "cells" in tree:
-        raise ConfigError(
-            f"{path}: a grid needs 'experiment: FILE', the experiment whose settings it varies, "
-            "and has no cells beside it"
-        )
-    if not isinstance(grid, dict) or not grid:
-        raise ConfigError(
-            f"{path}: grid is {abbreviated(grid)}; "
-            "write it as {optim.learning_rate: [3e-4, 1e-3], ...}"
-        )
-    for key, values in grid.items():
-        is_list = isinstance(key, str) and isinstance(values, list) and values
-        if not is_list or any(isinstance(each, dict) for each in values):
-            raise ConfigError(
-                f"{path}: grid.{key} is {abbreviated(values)}; "
-                "expected a list of values, such as [1, 2], under the name of a setting"
-            )
-    if (count := math.prod(map(len, grid.values()))) > MOST_CELLS:
-        raise ConfigError(
-            f"{path}: the grid has {count:,} combinations, expected at most {MOST_CELLS:,}"
-        )
-    short = {key: key.rpartition(".")[2] for key in grid}
-    if len(set(short.values())) < len(short):
-        short = {key: key for key in grid}
-    cells = []
-    for values in itertools.product(*grid.values()):
-        # As the values would stand on the command line.
-        texts = [each if isinstance(each, str) else json_text(each) for each in values]
-        texts = dict(zip(grid, texts, strict=True))
-        name = "-".join(f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in texts.items())
-        if len(name) > LONGEST_NAME:  # its beginning, and a hash of all of it
-            digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-            name = f"{name[: LONGEST_NAME - 9]}-{digest}"
-        overrides = [f"name={name}", *(f"{key}={text}" for key, text in texts.items())]
-        cells.append({"name": name, "experiment": experiment, "overrides": overrides})
-    return {**tree, "cells": cells}
+_DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
+_MOST_SHOWN = 3  # settings of a run that are not its cell's
+_log = logging.getLogger(__name__)
 
 
 def config_of(cell: Cell, sweep_path: Path) -> RunConfig:
@@ -194,11 +43,6 @@ def config_of(cell: Cell, sweep_path: Path) -> RunConfig:
         return load_config(RunConfig, path, cell.overrides, overridden_by="overrides")
     except ConfigError as error:
         raise ConfigError(f"{sweep_path}: cell {cell.name}: {error}") from None
-
-
-_DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
-_MOST_SHOWN = 3  # settings of a run that are not its cell's
-_log = logging.getLogger(__name__)
 
 
 def _holds_run(path: Path) -> bool:
