@@ -42,80 +42,20 @@ lock: $(STAMP)  ## pin the versions and hashes of requirements.lock and requirem
 	$(COMPILE) --extra parquet -o requirements.lock
 	$(COMPILE) --extra dev --constraint requirements.lock -o requirements-dev.lock
 
-DEMO := runs/demo
+# Stories to read, and to run by hand line by line: settings such as CORPUS=DIR reach them through the environment.
+EXAMPLE = bash -ex examples/$@.sh
+
 demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, compare, evaluate, sample, report
-	test -f $(DEMO)/text.jsonl || python -m benchmarks.texts $(DEMO)/text.jsonl
-	test -f $(DEMO)/data/build.json || data-pipeline build configs/data/jsonl.yaml --input $(DEMO)/text.jsonl \
-		--output $(DEMO)/data validation_fraction=0.06 shard_bytes=524288 \
-		tokenizer.kind=bpe tokenizer.vocab_size=4096 threads=2 split_characters=3500
-	rm -rf $(DEMO)/uninterrupted $(DEMO)/killed
-	pretrain verify-resume configs/experiments/demo.yaml --ranks 2 --steps 480 --kill-at 300 --work-dir $(DEMO) \
-		data.path=$(DEMO)/data evaluation.max_tokens=16000
-	pretrain evaluate $(DEMO)/killed --memory-length 0 64 128 256 --max-tokens 16000
-	pretrain generate $(DEMO)/killed --prompt 'class Settings:' --tokens 260 --temperature 0.7 --top-p 0.9
-	pretrain report $(DEMO)/killed --output $(DEMO)
+	$(EXAMPLE)
 
-SHAKESPEARE := runs/shakespeare
-TEXT ?= input.txt
 shakespeare: $(STAMP)  ## what memory is worth, next to a published result; TEXT=input.txt (tinyshakespeare) THREADS=2
-	test -f $(SHAKESPEARE)/data/build.json || data-pipeline build configs/data/text8.yaml --input $(TEXT) \
-		--output $(SHAKESPEARE)/data validation_fraction=0.1 test_bytes=0
-	rm -rf $(SHAKESPEARE)/memory $(SHAKESPEARE)/no-memory
-	$(SHAKESPEARE_TRAIN) --run-dir $(SHAKESPEARE)/memory
-	$(SHAKESPEARE_TRAIN) --run-dir $(SHAKESPEARE)/no-memory model.memory_length=0
-	pretrain evaluate $(SHAKESPEARE)/memory --memory-length 0 64 128 256
-	pretrain evaluate $(SHAKESPEARE)/no-memory
-	pretrain report $(SHAKESPEARE)/memory $(SHAKESPEARE)/no-memory --output $(SHAKESPEARE)
-	@echo "nanoGPT with as many tokens and parameters: 1.88 published; 1.886 after 70 seconds on two cores"
-	@echo "Open $(SHAKESPEARE)/compare.html"
-
-THREADS := 2
-SHAKESPEARE_TRAIN = OMP_NUM_THREADS=$(THREADS) pretrain train configs/experiments/shakespeare.yaml
-
-SCALING := runs/scaling-demo
-SCALING_FAMILY := --tuned $(SCALING)/tune/runs.csv --keep-layers
+	$(EXAMPLE)
 
 scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling-example.md
-	test -f $(SCALING)/text.jsonl || python -m benchmarks.texts $(SCALING)/text.jsonl
-	test -f $(SCALING)/data/build.json || data-pipeline build configs/data/bytes.yaml --input $(SCALING)/text.jsonl \
-		--output $(SCALING)/data validation_fraction=0.04 shard_bytes=524288
-	pretrain scale plan configs/experiments/scaling-demo.yaml --rates 6e-3 1.2e-2 2.4e-2 4.8e-2 \
-		--name scaling-demo-tune --output $(SCALING)/tune.yaml model.d_model=16 model.num_heads=4 optim.steps=1500
-	launcher sweep submit $(SCALING)/tune.yaml --local -j 2 --runs-dir $(SCALING)/tune
-	pretrain scale collect $(SCALING)/tune.yaml --runs-dir $(SCALING)/tune
-	pretrain scale report $(SCALING)/tune/runs.csv
-	pretrain scale plan configs/experiments/scaling-demo.yaml --budgets 8e10 2.4e11 7.2e11 --sizes 5 --spread 1.7 \
-		--tokens-per-parameter 45 --no-checks --holdout-budgets 2.2e12 $(SCALING_FAMILY) --name scaling-demo --output $(SCALING)/sweep.yaml
-	launcher sweep submit $(SCALING)/sweep.yaml --local -j 2 --runs-dir $(SCALING)/cells
-	pretrain scale collect $(SCALING)/sweep.yaml --runs-dir $(SCALING)/cells --output $(SCALING)/runs.csv
-	rm -f $(SCALING)/best.yaml
-	pretrain scale fit $(SCALING)/runs.csv
-	pretrain scale fit $(SCALING)/runs.csv --flops 3.6e12 --force \
-		--experiment configs/experiments/scaling-demo.yaml $(SCALING_FAMILY) --write $(SCALING)/best.yaml
-	pretrain scale report $(SCALING)/runs.csv --output $(SCALING)/report \
-		--title "Scaling demo: the workflow on tiny models, no law of large ones"
-	@echo "This demonstrates the workflow: 15 small runs at three small budgets say nothing about large models."
-	@echo "Open $(SCALING)/report/report.html"
-
-JOBS := 2
-MEMBERS := configs/comparisons/variants$(if $(QUICK),-quick).yaml
-VARIANTS := runs/$(basename $(notdir $(MEMBERS)))$(if $(CORPUS),-$(notdir $(CORPUS:/=)))
-VARIANTS_TEXT := runs/variants-text
-VARIANTS_CELLS = $(VARIANTS)/sweep.yaml --runs-dir $(VARIANTS)/cells
+	$(EXAMPLE)
 
 compare-variants: $(STAMP)  ## members of the family at equal training FLOPs; QUICK=1 CORPUS=DIR MEMBERS=FILE JOBS=N CLUSTER=FILE
-ifndef CORPUS
-	test -f $(VARIANTS_TEXT)/text.jsonl || python -m benchmarks.texts $(VARIANTS_TEXT)/text.jsonl
-	test -f $(VARIANTS_TEXT)/data/build.json || data-pipeline build configs/data/bytes.yaml \
-		--input $(VARIANTS_TEXT)/text.jsonl --output $(VARIANTS_TEXT)/data validation_fraction=0.06 shard_bytes=524288
-endif
-	pretrain scale plan $(MEMBERS) --name $(notdir $(VARIANTS)) --output $(VARIANTS)/sweep.yaml \
-		data.path=$(abspath $(or $(CORPUS),$(VARIANTS_TEXT)/data))
-	launcher sweep submit $(VARIANTS_CELLS) $(if $(CLUSTER),--cluster $(CLUSTER),--local -j $(JOBS))
-	pretrain evaluate $(VARIANTS)/cells/c*-s* --probe needle position --longest-distance 512 \
-		--max-tokens $(if $(QUICK),8k,80k) > $(VARIANTS)/probes.txt
-	pretrain scale collect $(VARIANTS_CELLS)
-	pretrain scale report $(VARIANTS)/cells/runs.csv --output $(VARIANTS)/report --title Variants
+	$(EXAMPLE)
 
 check: $(DEV_STAMP)  ## format, lint, types, structure, size of the packages, static costs on a GPU
 	ruff format --check .

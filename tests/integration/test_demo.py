@@ -1,4 +1,4 @@
-"""`make demo` with fewer steps, and commands on the run that it leaves."""
+"""`examples/demo.sh` with fewer steps, and commands on the run that it leaves."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from tests.helpers.checkout import ROOT
 from tests.helpers.forked_ranks import ForkedRanks
 
 pytestmark = pytest.mark.slow
-# Without what `make test` tells the makes below it.
-INHERITED = {name: text for name, text in os.environ.items() if not name.startswith("MAKE")}
 # Every process writes on stderr what it imports.
 ENVIRONMENT = {
-    **INHERITED, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPROFILEIMPORTTIME": "1"
+    **os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPROFILEIMPORTTIME": "1"
 }  # fmt: skip
 SHORTER = {
     "--steps 480 --kill-at 300": "--steps 8 --kill-at 6",
@@ -41,17 +39,15 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory) -> tuple[Path, str]:
-    """The demo's directory and what its recipe printed."""
+    """The demo's directory and what its script printed."""
     folder: Path = tmp_path_factory.mktemp("story") / "demo"
-    make = ["make", "--no-print-directory", "--dry-run", "--old-file=.venv/.installed"]
-    recipe = run([*make, "demo", f"DEMO={folder}"])
     write_jsonl(folder / "text.jsonl", islice(standard_library(), 400))
-    programs = f"PATH={Path(sys.executable).parent}:$PATH; set -e"
-    shortened = recipe.stdout
+    script = (ROOT / "examples" / "demo.sh").read_text()
     for whole, short in SHORTER.items():
-        assert whole in shortened
-        shortened = shortened.replace(whole, short)
-    done = run(["bash", "-c", f"{programs}\n{shortened}"])
+        assert whole in script
+        script = script.replace(whole, short)
+    programs = f"PATH={Path(sys.executable).parent}:$PATH; DEMO={folder}"
+    done = run(["bash", "-e", "-c", f"{programs}\n{script}"])
     assert done.returncode == 0, done.stdout + done.stderr
     warned = [line for line in (done.stdout + done.stderr).splitlines() if "WARNING" in line]
     assert not [line for line in warned if "straggler" not in line], "a busy machine has some"
