@@ -20,7 +20,7 @@ from foundation.settings import load_config
 from launcher.slurm.client import JobRecord, QueuedJob, Slurm, node_names
 from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from pretrain.checkpoint.directory import MARKER, step_directory
-from pretrain.checkpoint.marker import latest_step
+from pretrain.checkpoint.verify import latest_step
 from pretrain.config.run import RunConfig, tokens_of_steps
 from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir.attempt_files import AttemptStart, open_start

@@ -24,7 +24,7 @@ from launcher.restart_policy import (
     unresponsive_rank,
 )
 from launcher.stop_signals import StopSignals, StopWhileWaiting
-from pretrain.checkpoint import marker
+from pretrain.checkpoint.verify import latest_step, steps_that_count
 from pretrain.config.run import RunConfig
 from pretrain.rundir.attempt_files import attempts_of, open_start
 from pretrain.rundir.events import (
@@ -124,7 +124,7 @@ class _Attempts:
         self.number += 1
         if run_dir.path.exists():  # else the first attempt tells what is wrong
             outlast(patience, run_dir.check_writable)
-        before = outlast(patience, lambda: latest_step(run_dir))
+        before = outlast(patience, lambda: latest_step(run_dir.checkpoints))
         if not self.is_allocated():
             return EXIT_STOPPED
         ranks = outlast(patience, lambda: self.start(self.number))
@@ -163,7 +163,7 @@ class _Attempts:
     def _decided(self, statuses: tuple[int, ...], ranks: Ranks, before: int) -> AttemptEnded:
         """How the attempt ended, and what follows."""
         run_dir = self.run_dir
-        after = outlast(run_dir.patience, lambda: latest_step(run_dir))
+        after = outlast(run_dir.patience, lambda: latest_step(run_dir.checkpoints))
         is_complete = False  # nor is a run whose directory has vanished
         if not any(statuses) and run_dir.exists():
             is_complete = after >= run_dir.config.optim.steps
@@ -228,16 +228,11 @@ def _hung_rank(run_dir: RunDir, statuses: Sequence[int]) -> int | None:
     return unresponsive_rank(statuses) if late is None else late
 
 
-def latest_step(run_dir: RunDir) -> int:
-    """The step of the latest checkpoint that no start has refused; 0 if there is none."""
-    return marker.latest_step(run_dir.checkpoints)
-
-
 def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
     """Whether the run has finished all steps of `config`, and saved the last one."""
     last = last_of(run_dir.ledger.read(), TrainingBegan, TrainingEnded, ResumeFrom)
     is_over = isinstance(last, TrainingEnded) and last.outcome is Outcome.FINISHED
-    return is_over and latest_step(run_dir) >= config.optim.steps
+    return is_over and latest_step(run_dir.checkpoints) >= config.optim.steps
 
 
 def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
@@ -284,15 +279,15 @@ def _record(run_dir: RunDir, event: Event) -> None:
 def _stopped_between_attempts(run_dir: RunDir, stop: StopSignals, job: str | None) -> int:
     if job is None:  # the end of a job is recorded with its reason
         name = signal.Signals(stop.received[-1]).name
-        _record(run_dir, Interrupted(signal=name, step=latest_step(run_dir)))
+        _record(run_dir, Interrupted(signal=name, step=latest_step(run_dir.checkpoints)))
     return _stopped(run_dir, job)
 
 
 def _stopped(run_dir: RunDir, job: str | None) -> int:
     """Say that no further attempt is made, and outside of a job how to go on; the exit status."""
     # A start would resume, also from step 0.
-    is_saved = bool(marker.steps_that_count(run_dir.checkpoints))
-    saved = f" after the checkpoint of step {latest_step(run_dir)}" if is_saved else ""
+    is_saved = bool(steps_that_count(run_dir.checkpoints))
+    saved = f" after the checkpoint of step {latest_step(run_dir.checkpoints)}" if is_saved else ""
     again = "" if job else "; rerun the same command to continue"
     _log.info("stopped on request%s%s", saved or "; nothing was saved", again)
     return EXIT_STOPPED

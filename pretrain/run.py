@@ -30,11 +30,13 @@ from foundation.files import make_directory
 from foundation.retry import Patience, outlast
 from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.destinations import Disk
+from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.facts import Candidate, Destination, History, Past
-from pretrain.checkpoint.local_tier import LocalTier, Mirror, location
-from pretrain.checkpoint.marker import Checkpoint, latest_step
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
+from pretrain.checkpoint.mirror import Mirror, mirror_url
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
+from pretrain.checkpoint.verify import latest_step
 from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.run import (
     RunConfig,
@@ -246,7 +248,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
 
     root, run_id, patience = run_dir.checkpoints, run_dir.identity.id, run_dir.patience
     disk = Disk(root, token, run_id, process.fence.check, run_dir.metrics, tell)
-    local = LocalTier(process.config, disk, world, past.history)
+    local = LocalCheckpoints(process.config, disk, world, past.history)
     try:
         found = find_resume_point(root, world, run_id, None, patience, past, local, failed)
     except CheckpointError as error:
@@ -299,7 +301,7 @@ def _mirror(
     process: RankProcess, disk: Disk, resumed_step: int, saved_step: int, history: History | None
 ) -> Mirror:
     """The run's mirror; what becomes of uploads is in the ledger."""
-    ledger, world, url = process.run_dir.ledger, process.world, location(process.config)
+    ledger, world, url = process.run_dir.ledger, process.world, mirror_url(process.config)
 
     def uploaded_step() -> int:
         last = last_stored(ledger.read()) if url else None
@@ -321,7 +323,7 @@ def _train_from(
     config: RunConfig,
     disk: Disk,
     mirror: Mirror,
-    local: LocalTier,
+    local: LocalCheckpoints,
 ) -> Outcome:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world

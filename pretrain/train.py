@@ -11,7 +11,8 @@ from typing import Any
 
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.local_tier import LocalTier, Mirror
+from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
+from pretrain.checkpoint.mirror import Mirror
 from pretrain.checkpoint.replicas import NonFiniteError
 from pretrain.config.run import RunConfig, starts_phase
 from pretrain.distributed.world import World
@@ -58,7 +59,7 @@ class Parts:
     spike_monitor: SpikeMonitor
     evaluate: Callable[[], dict[str, float]]
     mirror: Mirror
-    local: LocalTier
+    local: LocalCheckpoints
 
 
 def train(parts: Parts, process: RankProcess) -> Outcome:

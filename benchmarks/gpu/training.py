@@ -19,7 +19,7 @@ from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.segment_batch import LaneCursor, SegmentBatch
 from foundation.settings import load_config
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.destinations import Disk
+from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig

@@ -26,7 +26,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream, SegmentBatch
 from foundation.own_programs import own_command
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.destinations import Disk
+from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import init_world

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
 from benchmarks.scale.instruments import counted_files
 from launcher.slurm.srun import RankEnds, first_failure
-from pretrain.checkpoint.marker import latest_step
+from pretrain.checkpoint.verify import latest_step
 from pretrain.processes.local_ranks import describe_failure
 from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.events import AttemptEnded, AttemptReason, NextAction

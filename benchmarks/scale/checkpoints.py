@@ -21,10 +21,12 @@ from data_pipeline.lanes.lane_stream import LaneCursor
 from foundation.own_programs import code_that_runs
 from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import RankReports
-from pretrain.checkpoint.elastic_reader import FragmentReader
-from pretrain.checkpoint.marker import key_of, report_of, share_of_rank
+from pretrain.checkpoint.disk import publish
+from pretrain.checkpoint.index import read_index
+from pretrain.checkpoint.load import FragmentReader
+from pretrain.checkpoint.pieces import piece_key, piece_report
+from pretrain.checkpoint.transfer import RankReports
+from pretrain.checkpoint.verify import check_share, rank_share
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
 from pretrain.costs.memory import checkpoint_bytes
@@ -92,7 +94,9 @@ def publication_seconds(root: Path, ranks: int) -> float:
         return RankReports("save", rank, ranks, store)
 
     names = [f"layers.{n // 12}.attention.weight_{n % 12}" for n in range(PARAMETERS)]
-    pieces = report_of({key_of(name, 0, kind): ELEMENTS for name in names for kind in STATE}, 0)
+    pieces = piece_report(
+        {piece_key(name, 0, kind): ELEMENTS for name in names for kind in STATE}, 0
+    )
     cursor = LaneCursor(
         seed=1, num_lanes=ranks, manifest_hash="0" * 64, lanes=range(1), segment_length=2048,
         epochs_B=np.zeros(1, int), positions_B=np.zeros(1, int), checks_B=np.zeros(1, int),
@@ -107,9 +111,9 @@ def publication_seconds(root: Path, ranks: int) -> float:
     start = time.perf_counter()
     reports = reports_of(0).collect(lambda: None)
     final = files.step_directory(root, ranks)
-    marker.publish(partial, final, index_of(ranks, ranks), reports)
+    publish(partial, final, index_of(ranks, ranks), reports)
     seconds = time.perf_counter() - start
-    assert len(marker.read_index(final).pieces) == PARAMETERS
+    assert len(read_index(final).pieces) == PARAMETERS
     files.remove(final)
     return seconds
 
@@ -118,15 +122,15 @@ def costs_of(directory: Path, ranks: int) -> Iterator[tuple[str, float]]:
     """Yield name and value of each cost of a checkpoint of so many ranks."""
     path = publish_step(directory, ranks, num_ranks=ranks)
     yield "files", len(list(path.iterdir()))
-    found = marker.read_index(path)
+    found = read_index(path)
     yield "index", (path / files.INDEX).stat().st_size
     sizes = [content.bytes for content in found.files.values()]
-    shares = [share_of_rank(sizes, rank, ranks) for rank in range(ranks)]
+    shares = [rank_share(sizes, rank, ranks) for rank in range(ranks)]
     assert list(chain(*shares)) == list(range(ranks)), "every file by one rank"
     hashed = [sum(sizes[number] for number in share) for share in shares]
     yield "share", max(hashed) * ranks / sum(hashed)
     with counted_files(path) as counts:
-        marker.check_share(found, ranks // 2, ranks)
+        check_share(found, ranks // 2, ranks)
     yield "verified", counts["opened"]
     with counted_files(path) as counts, FragmentReader(found) as reader:
         reader.copy_into(torch.empty(ELEMENTS), "w", ELEMENTS * (ranks // 2), "weight")

@@ -26,7 +26,7 @@ from launcher.slurm.former_starts import attempts_without_progress, refusal_of_f
 from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
-from launcher.supervisor import latest_step
+from pretrain.checkpoint.verify import latest_step
 from pretrain.costs.cluster import load_cluster, seconds_of
 from pretrain.rundir.attempt_files import attempts_of
 from pretrain.rundir.events import EXIT_STOPPED, Event, JobEnded, JobEndReason
@@ -188,7 +188,7 @@ class JobExit:
         self.began = ""  # when Slurm started this start of the job
         self._step_before = 0  # of the latest checkpoint when this process began
         with contextlib.suppress(OSError):
-            self._step_before = latest_step(self._run_dir)
+            self._step_before = latest_step(self._run_dir.checkpoints)
         self._num_seen = 0
         self._is_written = False
         self.has_given_up = False
@@ -348,7 +348,7 @@ class JobExit:
         """The end as it is in the ledger, if that can be written."""
         for is_last in (False, True):
             try:
-                event = self._weighed(replace(event, step=latest_step(self._run_dir)))
+                event = self._weighed(replace(event, step=latest_step(self._run_dir.checkpoints)))
                 self._run_dir.ledger.append(event)
                 break
             except OSError as error:

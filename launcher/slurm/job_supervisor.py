@@ -20,7 +20,8 @@ from launcher.slurm.lost_nodes import FirstNodeGuard, NodePool, NodeProbe, use_u
 from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from launcher.slurm.srun import Probe, SlurmRanks, Step, probe_nodes
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
-from launcher.supervisor import is_complete, latest_step, supervise
+from launcher.supervisor import is_complete, supervise
+from pretrain.checkpoint.verify import latest_step
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.events import (
@@ -162,7 +163,7 @@ def _make_attempts(
     if count >= policy.attempts_without_progress:
         raise ConfigError(
             f"{count} attempts in a row brought no checkpoint beyond step "
-            f"{latest_step(run_dir)}; remove the cause, then 'launcher resume'"
+            f"{latest_step(run_dir.checkpoints)}; remove the cause, then 'launcher resume'"
         )
     guard = FirstNodeGuard(job, is_needed=num_spare > 0)
     try:
@@ -214,7 +215,7 @@ def await_former_ranks(
 
 def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm, began: str) -> None:
     """Record that this job has the run; RunInUse if another live job has it."""
-    ledger, step = run_dir.ledger.read(), latest_step(run_dir)
+    ledger, step = run_dir.ledger.read(), latest_step(run_dir.checkpoints)
     if lost := open_start(ledger, job.id):  # its supervisor could not write its end
         start = {"job": job.id, "restart": lost.restart, "step_before": lost.step, "step": step}
         if lost.restart != job.restart:

@@ -1,7 +1,7 @@
 """Saving a run and restoring it at any world size and ZeRO stage.
 
-Each rank writes its own file in a background thread (`background_save`), without collectives; rank
-0 publishes them (`marker`). On resume each rank reads the slices that it needs (`elastic_reader`).
+Each rank writes its own file in a background thread (`save.py`), without collectives; rank 0
+publishes them (`disk.py`). On resume each rank reads the slices that it needs (`load.py`).
 There is no pickle.
 """
 
@@ -17,18 +17,9 @@ from foundation.errors import CheckpointError, UnreadableError, UserError
 from foundation.retry import ANY_REMEDY, Outage, Patience, StorageError
 from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import (
-    HostBuffer,
-    RankFile,
-    RankReports,
-    Save,
-    SaveProblem,
-    new_index,
-    owned_fragments,
-)
-from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.elastic_reader import (
+from pretrain.checkpoint.disk import Disk
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.load import (
     load_cursor,
     load_fragments,
     load_memory,
@@ -36,6 +27,10 @@ from pretrain.checkpoint.elastic_reader import (
     restore_random_state,
 )
 from pretrain.checkpoint.replicas import non_finite_name, require_equal_replicas, require_finite
+from pretrain.checkpoint.save import RankFile, Save, new_index, owned_fragments
+from pretrain.checkpoint.tensor_layout import HostBuffer
+from pretrain.checkpoint.transfer import RankReports, SaveProblem
+from pretrain.checkpoint.verify import steps_that_count
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, restarts_lanes
 from pretrain.distributed.world import (
     Worker,
@@ -220,7 +215,7 @@ class Checkpointer:
                 return SaveProblem(str(error), may_pass=False, remedy="")
         return problem
 
-    def restore(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
+    def restore(self, engine: Engine, found: Checkpoint) -> TrainState:
         """Load a verified checkpoint into the engine; returns the rest of its state.
 
         UnreadableError on every rank if one can no longer read it, or it has NaN or inf.
@@ -271,12 +266,12 @@ class Checkpointer:
         numbers = (kept.keep_last, kept.keep_every)
         try:
             self._disk.remove_undone(published)
-            valid = [each for each in marker.steps_that_count(root) if each <= published]
+            valid = [each for each in steps_that_count(root) if each <= published]
             files.prune(root, valid, *numbers, suspected_since, self._held())
         except Exception as error:
             logger.warning("old checkpoints stay: %s", error)
 
-    def _restore_state(self, engine: Engine, found: marker.Checkpoint) -> TrainState:
+    def _restore_state(self, engine: Engine, found: Checkpoint) -> TrainState:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
         rank, num_ranks = (0, 1) if found.is_local else (self._world.rank, self._world.world_size)
         if found.index["world_size"] == num_ranks:
@@ -296,7 +291,7 @@ class Checkpointer:
         )
 
     def _restore_memories(
-        self, engine: Engine, found: marker.Checkpoint, lanes: range
+        self, engine: Engine, found: Checkpoint, lanes: range
     ) -> list[Memory | None]:
         """Return each slot's memory; empty if a phase with another number of lanes starts."""
         num_slots = accumulation_steps(self._run, self._world.world_size)

@@ -5,7 +5,7 @@ RUN/checkpoints/step-00000100/
                              random-number state
     index.json               sizes and SHA-256 of all files, what is in them, the ranks' lanes and
                              their cursor, and the run's id, step and settings
-    COMPLETE                 the marker: SHA-256 of index.json (`marker.py`)
+    COMPLETE                 the marker: SHA-256 of index.json (`verify.py`)
     REFUSED                  only if a start could not resume from it: the reason
 """
 
@@ -117,7 +117,7 @@ def prune(
 
 
 def _removed(directory: Path) -> bool:
-    """Remove a checkpoint unless a command reads it (`marker.verify_and_keep`)."""
+    """Remove a checkpoint unless a command reads it (`verify_and_keep`)."""
     with contextlib.ExitStack() as stack:
         try:
             with contextlib.suppress(FileNotFoundError, IsADirectoryError, NoFileLocksError):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foundation.errors import CheckpointError
 from foundation.records import json_text
-from pretrain.checkpoint.background_save import Pieces
+from pretrain.checkpoint.tensor_layout import SplitTensors
 from pretrain.distributed.world import gather_found, gather_values, largest_of_ranks
 from pretrain.engines.engine import EMA, Engine
 from pretrain.state import TrainState
@@ -108,7 +108,7 @@ class NonFiniteError(CheckpointError):
         self.problem = problem
 
 
-def require_finite(engine: Engine, step: int, tensors: Pieces) -> None:
+def require_finite(engine: Engine, step: int, tensors: SplitTensors) -> None:
     """Raise NonFiniteError on all ranks, naming one, if any has NaN or inf in its `tensors`.
 
     A collective.
@@ -119,7 +119,7 @@ def require_finite(engine: Engine, step: int, tensors: Pieces) -> None:
         raise NonFiniteError(step, problem)
 
 
-def non_finite_name(engine: Engine, tensors: Pieces) -> str:
+def non_finite_name(engine: Engine, tensors: SplitTensors) -> str:
     """Return which of the tensors of a checkpoint's file has NaN or inf; '' if none has.
 
     A weight also has when it is too large for the type in which the model computes. Reads every

@@ -30,19 +30,20 @@ from foundation.errors import (
 from foundation.files import make_directory
 from foundation.retry import WAITS, Outage, Patience, StorageError
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.destinations import SCRATCH, MirrorIndex, ObjectStore
 from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusal, choose, newest
-from pretrain.checkpoint.local_tier import LocalTier
+from pretrain.checkpoint.index import Checkpoint, read_index
+from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
+from pretrain.checkpoint.object_store import SCRATCH, MirrorIndex, ObjectStore
+from pretrain.checkpoint.verify import UNDONE, check_share, note_refusal, rejection, step_name
 from pretrain.distributed.world import World, broadcast_value, of_main, raise_on_all_ranks
 from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.2
+FETCH_POLL_SECONDS = 0.2
 # A store is asked at every start, and one that is away must not delay one for minutes.
 QUICK = RetryPolicy(attempts=2, timeout=5.0, bytes_per_second=4e6)
-NOTHING = Past()
+NO_PAST = Past()
 
 
 def find_resume_point(
@@ -51,14 +52,14 @@ def find_resume_point(
     run_id: str,
     before: int | None = None,
     patience: Patience | None = None,
-    past: Past = NOTHING,
-    local: LocalTier | None = None,
+    past: Past = NO_PAST,
+    local: LocalCheckpoints | None = None,
     failed: Collection[Candidate] = (),
-) -> marker.Checkpoint | None:
+) -> Checkpoint | None:
     """Return the latest whole checkpoint (of a step below `before`); None to start from scratch.
 
     Rank 0 reads the index for all; each rank hashes its share of the files. A checkpoint is refused
-    on all ranks if one of them refuses it; it is named, and remembered (`marker.remember`). Those
+    on all ranks if one of them refuses it; it is named, and remembered (`note_refusal`). Those
     that have `failed` a moment ago are not tried again.
     CheckpointError, on all ranks, where `choose` refuses; where storage fails, only after the
     `patience`.
@@ -98,7 +99,7 @@ class _Look:
     before: int | None
     patience: Patience
     past: Past
-    local: LocalTier | None
+    local: LocalCheckpoints | None
     facts: list[Fact] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
     stores: dict[str, tuple[ObjectStore, MirrorIndex]] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class _Look:
             (each for each in self.candidates if each.problem), key=lambda each: -each.step
         )
 
-    def find(self, failed: Collection[Candidate]) -> marker.Checkpoint | None:
+    def find(self, failed: Collection[Candidate]) -> Checkpoint | None:
         """Return the first candidate that all ranks verify; CheckpointError if refused."""
         self.facts = list(self.past.facts) if self.before is None else []
         self._list(failed)
@@ -219,7 +220,7 @@ class _Look:
 
     # ---------------------------------------------------------------------------- one candidate
 
-    def _get(self, candidate: Candidate) -> marker.Checkpoint:
+    def _get(self, candidate: Candidate) -> Checkpoint:
         """Return the candidate once all ranks have verified it. A collective."""
         if candidate.destination is Destination.NODES:
             assert self.local is not None
@@ -229,16 +230,16 @@ class _Look:
         directory, start = files.step_directory(self.root, candidate.step), time.monotonic()
 
         def index() -> dict[str, Any]:
-            found = marker.read_index(directory, self.run_id)
+            found = read_index(directory, self.run_id)
             if not self.past.history.stands(found.step, found.attempt):
-                raise UndoneError(f"{directory}: {marker.UNDONE}")
+                raise UndoneError(f"{directory}: {UNDONE}")
             return found.index
 
-        found = marker.Checkpoint(directory, of_main(self.world, index, dict[str, Any]))
+        found = Checkpoint(directory, of_main(self.world, index, dict[str, Any]))
         with raise_on_all_ranks():
-            marker.check_share(found, self.world.rank, self.world.world_size)
+            check_share(found, self.world.rank, self.world.world_size)
         if self.world.is_main:
-            marker.remember(directory, refused="")
+            note_refusal(directory, refused="")
             what = "resuming from %s, verified in %.1f s (%s MiB by %s)"
             size, ranks = f"{found.num_bytes / 2**20:,.1f}", counted(self.world.world_size, "rank")
             logger.info(what, directory, time.monotonic() - start, size, ranks)
@@ -253,7 +254,7 @@ class _Look:
                 store, index = self.stores[candidate.where]
                 attempt = store.read_index(index, candidate.step).attempt
                 if not self.past.history.stands(candidate.step, attempt):
-                    raise UndoneError(f"step {candidate.step} in {store.url}: {marker.UNDONE}")
+                    raise UndoneError(f"step {candidate.step} in {store.url}: {UNDONE}")
                 store.bring(index, candidate.step, self.root)
             except (NotFetchedError, OSError) as error:
                 problems.append(UnreadableError(os_error_text(error)))
@@ -272,14 +273,14 @@ class _Look:
                         f"stopped, as asked, while step {candidate.step} was fetched; rerun the "
                         "command to continue"
                     )
-            time.sleep(POLL_SECONDS)
+            time.sleep(FETCH_POLL_SECONDS)
         with raise_on_all_ranks():
             for problem in problems:
                 raise problem
 
     # ------------------------------------------------------------------------------------ words
 
-    def report(self, found: marker.Checkpoint | None = None) -> None:
+    def report(self, found: Checkpoint | None = None) -> None:
         """Name what was refused and what is used instead; remember what is on disk."""
         if not self.world.is_main:
             return
@@ -287,14 +288,14 @@ class _Look:
             is_repaired = found is not None and found.step == each.step
             if each.destination is Destination.RUN_DIRECTORY and not is_repaired:
                 directory = files.step_directory(self.root, each.step)
-                refuse(directory, each.problem, marker.step_of(found), self.world)
+                refuse(directory, each.problem, step_name(found), self.world)
             elif each.destination is Destination.NODES:
                 what = "local checkpoints of step %d are not used: %s"
                 logger.warning(what, each.step, each.problem)
             elif not each.may_pass:
-                logger.warning("%s", marker.refusal(each.problem, marker.step_of(found)))
+                logger.warning("%s", rejection(each.problem, step_name(found)))
 
-    def settle(self, found: marker.Checkpoint | None) -> None:
+    def settle(self, found: Checkpoint | None) -> None:
         """Let what is later than the start's step count for nothing; a save of this start replaces
         it."""
         step = found.step if found is not None else 0
@@ -303,7 +304,7 @@ class _Look:
                 for later in files.steps_on_disk(self.root):
                     directory = files.step_directory(self.root, later)
                     if later > step and not (directory / files.REFUSED).exists():
-                        marker.remember(directory, f"{marker.UNDONE} to step {step}")
+                        note_refusal(directory, f"{UNDONE} to step {step}")
         if self.world.is_main:
             shutil.rmtree(self.root.with_name(SCRATCH), ignore_errors=True)
         if self.local is not None and self.before is None:
@@ -313,5 +314,5 @@ class _Look:
 def refuse(directory: Path, reason: str, using: str, world: World) -> None:
     """Name a checkpoint that is not used, and what is instead; remember it."""
     if world.is_main:
-        logger.warning(marker.refusal(reason, using))
-        marker.remember(directory, reason)
+        logger.warning(rejection(reason, using))
+        note_refusal(directory, reason)

@@ -19,7 +19,7 @@ from foundation.errors import (
 )
 from foundation.files import LARGEST_LIST_BYTES, read_json
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
+from pretrain.checkpoint.verify import verify_and_keep
 from pretrain.rundir.run_dir import RunDir, run_path
 from pretrain.terminal.text import number, text_table
 
@@ -107,7 +107,7 @@ def run_verify(arguments: argparse.Namespace) -> Answer:
     for step in files.steps_on_disk(run_dir.checkpoints):
         state, problem = "valid", None
         try:
-            marker.verify_and_keep(files.step_directory(run_dir.checkpoints, step))
+            verify_and_keep(files.step_directory(run_dir.checkpoints, step))
         except PrunedError:
             state = "pruned"  # by the run, which trains
         except OtherVersionError as error:

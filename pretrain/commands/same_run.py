@@ -15,8 +15,9 @@ from safetensors import safe_open
 
 from foundation.errors import CheckpointError
 from pretrain.checkpoint.directory import step_directory
-from pretrain.checkpoint.elastic_reader import FragmentReader, load_cursor, load_memory
-from pretrain.checkpoint.marker import Checkpoint, verify
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.load import FragmentReader, load_cursor, load_memory
+from pretrain.checkpoint.verify import verify
 from pretrain.rundir.run_dir import RunDir
 
 MAX_SHOWN = 5

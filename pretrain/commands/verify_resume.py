@@ -21,7 +21,7 @@ from pathlib import Path
 from foundation.cli import add_experiment, check_least
 from foundation.errors import ConfigError, UserError
 from foundation.settings import load_config
-from pretrain.checkpoint.marker import latest_step
+from pretrain.checkpoint.verify import latest_step
 from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
 from pretrain.processes.local_ranks import RankGroup, train_command

@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from foundation.errors import TrainingError
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
 from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.replicas import NonFiniteError
-from pretrain.checkpoint.resume_point import NOTHING, find_resume_point
+from pretrain.checkpoint.resume_point import NO_PAST, find_resume_point
+from pretrain.checkpoint.verify import latest_step
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, first_step_at
 from pretrain.costs.flops import bins_of, tail_shares
@@ -213,7 +213,7 @@ class SpikeMonitor:
             self._rewind_or_give_up(skipped, advice)
         with raise_on_all_ranks():
             if suspected := self._detector.suspected:  # on rank 0
-                before = marker.latest_step(self._run_dir.checkpoints, suspected.first_step)
+                before = latest_step(self._run_dir.checkpoints, suspected.first_step)
                 event = UnresolvedSpike(spike=suspected, before=before or None)
                 self._run_dir.ledger.append_if_possible(event)
                 logger.warning("recovery: %s", event.description)
@@ -245,7 +245,7 @@ class SpikeMonitor:
 
 
 def rewind(
-    run: RunConfig, run_dir: RunDir, world: World, spike: Spike, past: Past = NOTHING
+    run: RunConfig, run_dir: RunDir, world: World, spike: Spike, past: Past = NO_PAST
 ) -> None:
     """Let the next start resume from before the spike and skip its data.
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import DataError, printable
-from pretrain.checkpoint.marker import latest_step
+from pretrain.checkpoint.verify import latest_step
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import model_in_words
 from pretrain.reporting.results import RunResults, results_of

@@ -19,8 +19,8 @@ from foundation.errors import CheckpointError, ConfigError, UserError
 from foundation.files import make_directory, move, write_text
 from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.destinations import SCRATCH, MirrorIndex, ObjectStore
+from pretrain.checkpoint.object_store import SCRATCH, MirrorIndex, ObjectStore
+from pretrain.checkpoint.verify import verify
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
     AttemptEnded,
@@ -110,7 +110,7 @@ def _repair(store: ObjectStore, index: MirrorIndex, run_dir: RunDir, step: int) 
         )
     with run_dir.locked():
         try:
-            marker.verify(files.step_directory(root, step), run_id)
+            verify(files.step_directory(root, step), run_id)
             logger.info("%s has step %d of this run already", run_dir.path, step)
         except CheckpointError:
             make_directory(root)

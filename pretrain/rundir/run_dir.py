@@ -46,7 +46,7 @@ from foundation.retry import Patience, outlast
 from foundation.settings import differences, load_config, parse_config, to_tree
 from foundation.yaml_files import did_you_mean, dump_yaml
 from pretrain.checkpoint.facts import Past
-from pretrain.checkpoint.marker import latest_step
+from pretrain.checkpoint.verify import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change
 from pretrain.rundir import heartbeat

@@ -49,9 +49,9 @@ from foundation.files import (
 from foundation.ownership import is_of_another_user
 from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import parse_config, to_tree
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.elastic_reader import load_weights
-from pretrain.checkpoint.marker import opened
+from pretrain.checkpoint.load import load_weights
+from pretrain.checkpoint.pieces import open_tensors
+from pretrain.checkpoint.verify import latest_valid
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.model import ModelConfig, Precision
 from pretrain.config.run import RunConfig, run_at
@@ -262,7 +262,7 @@ def check_initial_weights(run: RunConfig) -> None:
     except CheckpointError as error:
         raise CheckpointError(f"initial_weights: {error}") from None
     _refuse_other_tokens(run, export)
-    with opened(export / WEIGHTS) as handle:
+    with open_tensors(export / WEIGHTS) as handle:
         names = handle.keys()
         shapes = {name: list(handle.get_slice(name).get_shape()) for name in names}
         _refuse_other_shapes(run, export, shapes)
@@ -274,7 +274,7 @@ def load_initial_weights(engine: Engine, run: RunConfig) -> None:
     """Copy the export's weights, if any, into the engine's fp32 master weights."""
     if run.initial_weights is None:
         return
-    with opened(run.initial_weights / WEIGHTS) as handle:
+    with open_tensors(run.initial_weights / WEIGHTS) as handle:
         for fragment in engine.fragments():
             view = fragment.values["weight"]
             whole = handle.get_tensor(fragment.name).view(-1)
@@ -409,7 +409,7 @@ def load_trained(
         module = _placed(module, config, device, precision)
         return TrainedModel(module, config, step, run, own, whose)
     run_dir = RunDir.open(run)
-    found = marker.latest_valid(run_dir.checkpoints, say)
+    found = latest_valid(run_dir.checkpoints, say)
     if found is None:
         raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is saved")
     config = with_model_settings(run_dir.config, model_settings)

@@ -25,9 +25,10 @@ from data_pipeline.corpora.fetch import WritableStore
 from data_pipeline.corpora.stores import RetryPolicy, StoreError
 from foundation.files import Content
 from foundation.settings import load_config, to_tree
-from pretrain.checkpoint import destinations
-from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.marker import Checkpoint, step_directory
+from pretrain.checkpoint import object_store
+from pretrain.checkpoint.disk import Disk
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.verify import step_directory
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
@@ -340,7 +341,7 @@ class Run(Subject):
             mock.patch.object(run_dir_module, "to_tree", self._tree_of),
             mock.patch.object(Ledger, "read", lambda ledger: self._events(ledger)),
             mock.patch.object(
-                destinations, "store_at", lambda url, *_: _Objects(url, self._stored)
+                object_store, "store_at", lambda url, *_: _Objects(url, self._stored)
             ),
             mock.patch.multiple(starts, **self._of_the_corpus),
         ):

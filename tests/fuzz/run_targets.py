@@ -17,7 +17,7 @@ from foundation.files import content_of, sha256_of
 from foundation.settings import to_tree
 from launcher import cli as launcher
 from pretrain import cli as pretrain
-from pretrain.checkpoint.destinations import ROOT, RUN_FILES, MirrorIndex, StoredCheckpoint
+from pretrain.checkpoint.object_store import MIRROR_INDEX, RUN_FILES, MirrorIndex, StoredCheckpoint
 from pretrain.rundir.heartbeat import HeartbeatRecord
 from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
@@ -117,7 +117,7 @@ def mirror_targets(home: Path, run: Path) -> dict[str, Target]:
         shutil.copy(run / name, home / stored.folder)
     run_files = {name: content_of(run / name) for name in RUN_FILES}
     index = MirrorIndex(RunDir(run).identity.id, (replace(stored, run_files=run_files),))
-    (home / ROOT).write_bytes(index.to_bytes())
+    (home / MIRROR_INDEX).write_bytes(index.to_bytes())
 
     def restore(copy: Path) -> object:
         """Return what arrives from a server of these files."""
@@ -127,7 +127,7 @@ def mirror_targets(home: Path, run: Path) -> dict[str, Target]:
         run_dir = RunDir.open(target)
         return step, run_dir.identity, sha256_of(run_dir.metrics), len(run_dir.ledger.read())
 
-    return {"index of a mirror": Target(home, ROOT, restore, seconds=0.1)}
+    return {"index of a mirror": Target(home, MIRROR_INDEX, restore, seconds=0.1)}
 
 
 def export_targets(export: Path) -> dict[str, Target]:

@@ -12,8 +12,8 @@ from safetensors.numpy import save
 
 from foundation.files import content_of, sha256_of, write_json
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.marker import key_of, report_of
+from pretrain.checkpoint.disk import publish
+from pretrain.checkpoint.pieces import piece_key, piece_report
 
 
 def index_of(step: int, num_ranks: int) -> dict[str, object]:
@@ -28,7 +28,7 @@ def rank_content(step: int, rank: int, state: bytes, gap: int = 0) -> bytes:
 
     `gap` elements after them are nobody's.
     """
-    key = key_of("w", rank * (100 + gap), "weight")
+    key = piece_key("w", rank * (100 + gap), "weight")
     tensors = {key: np.full(100, step, np.float32), "state": np.frombuffer(state, np.uint8)}
     return save(tensors)
 
@@ -44,15 +44,15 @@ def publish_step(root: Path, step: int, num_ranks: int = 2, gap: int = 0, **more
         report = {"first_lane": rank, "num_lanes": 1, "cursor": None}
         reports.append({**report, **report_of_file(partial, rank, gap)})
     final = files.step_directory(root, step)
-    marker.publish(partial, final, {**index_of(step, num_ranks), **more}, reports)
+    publish(partial, final, {**index_of(step, num_ranks), **more}, reports)
     return final
 
 
 def report_of_file(partial: Path, rank: int, gap: int = 0) -> dict[str, Any]:
     """What a rank reports of its file, which has the content of `rank_content`."""
-    key = key_of("w", rank * (100 + gap), "weight")
+    key = piece_key("w", rank * (100 + gap), "weight")
     written = vars(content_of(partial / files.rank_file(rank)))
-    return {**written, "pieces": report_of({key: 100}, rank)}
+    return {**written, "pieces": piece_report({key: 100}, rank)}
 
 
 def flip_a_bit(path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.verify import verify
 from pretrain.commands.same_run import differing_state, summary
 from tests.helpers.engine_worker import train_rank
 from tests.helpers.forked_ranks import run_ranks
@@ -60,9 +61,9 @@ def train_cells(corpus: Path, output: Path, cells: list[dict[str, Any]]) -> Resu
     return {each["name"]: read_result(output / f"{each['name']}.json") for each in cells}
 
 
-def saved(output: Path, cell: str, step: int) -> marker.Checkpoint:
+def saved(output: Path, cell: str, step: int) -> Checkpoint:
     """A checkpoint that a cell has saved."""
-    return marker.verify(files.step_directory(output / cell, step))
+    return verify(files.step_directory(output / cell, step))
 
 
 def read_result(path: Path) -> dict[str, Steps]:

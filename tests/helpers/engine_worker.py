@@ -22,11 +22,11 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
 from foundation.errors import CheckpointError, UserError
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.elastic_reader import load_fragments
-from pretrain.checkpoint.marker import latest_step
+from pretrain.checkpoint.disk import Disk
+from pretrain.checkpoint.load import load_fragments
 from pretrain.checkpoint.replicas import replicated_values
 from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.checkpoint.verify import latest_step
 from pretrain.config.run import (
     CheckpointConfig,
     DataConfig,

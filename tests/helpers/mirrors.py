@@ -11,10 +11,11 @@ import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from data_pipeline.corpora.stores import RetryPolicy
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import RankReports
-from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication
-from pretrain.checkpoint.local_tier import Upload
+from pretrain.checkpoint.disk import Disk
+from pretrain.checkpoint.mirror import Publication, Upload
+from pretrain.checkpoint.object_store import ObjectStore
+from pretrain.checkpoint.transfer import RankReports
+from pretrain.checkpoint.verify import latest_valid
 from pretrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from pretrain.rundir.events import JobStarted, Submitted, TrainingBegan
 from pretrain.rundir.restore import SCRATCH, restore_run
@@ -70,7 +71,7 @@ def restored(url: str, directory: Path, policy: RetryPolicy = FAST, step: int | 
     """The step that arrives: whole, and with the run's files."""
     step = restore_run(url, directory, policy, step)
     run_dir = RunDir.open(directory)
-    found = marker.latest_valid(run_dir.checkpoints, pytest.fail, run_dir.identity.id)
+    found = latest_valid(run_dir.checkpoints, pytest.fail, run_dir.identity.id)
     assert found is not None
     assert found.step == step
     assert run_dir.config.name == "tiny"

@@ -30,9 +30,9 @@ from hypothesis.stateful import precondition
 
 import pretrain.run
 from launcher.run_state import read_state
-from pretrain.checkpoint import marker
 from pretrain.checkpoint.directory import INDEX, STEP_NAME, step_directory
-from pretrain.checkpoint.elastic_reader import FragmentReader
+from pretrain.checkpoint.load import FragmentReader
+from pretrain.checkpoint.verify import latest_valid
 from pretrain.commands.checkpoint import run_verify
 from pretrain.distributed.world import World
 from pretrain.rundir.events import Event, Mirrored, Published, ResumeFrom, Rewind, TrainingBegan
@@ -642,7 +642,7 @@ class CheckpointHistory(HistoryMachine):
             return
 
         def load(rank: int) -> int:
-            found = marker.latest_valid(RunDir.open(self.run_dir).checkpoints, lambda line: None)
+            found = latest_valid(RunDir.open(self.run_dir).checkpoints, lambda line: None)
             assert found is not None
             with FragmentReader(found) as reader:
                 reader.whole("w", "weight")

@@ -31,7 +31,7 @@ import pretrain.run
 import pretrain.rundir.run_dir
 from data_pipeline.corpora import fetch, stores
 from data_pipeline.lanes.segment_batch import SegmentBatch
-from pretrain.checkpoint import destinations, resume_point
+from pretrain.checkpoint import object_store, resume_point
 from pretrain.config.run import (
     CheckpointConfig,
     DataConfig,
@@ -289,7 +289,7 @@ def toy_runs(store: ToyStore, plan: Plan) -> Iterator[None]:
         (resume_point, "threading", types.SimpleNamespace(Thread=_DoneThread)),
         (stores, "with_timeout", _directly),
         (fetch, "with_timeout", _directly),
-        (destinations, "in_parallel", lambda task, items, *rest: [task(item) for item in items]),
+        (object_store, "in_parallel", lambda task, items, *rest: [task(item) for item in items]),
     ]
     with contextlib.ExitStack() as stack:
         # Not `patch.dict`: it would forget what else is imported meanwhile.

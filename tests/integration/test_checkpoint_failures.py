@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint import marker
 from pretrain.checkpoint.directory import MARKER, steps_on_disk
+from pretrain.checkpoint.verify import latest_step, steps_that_count, verify
 from pretrain.cli import main
 from pretrain.commands.same_run import differences
 from pretrain.rundir.events import EXIT_SITE_FAILED, OutOfMemory, TrainingBegan
@@ -77,7 +77,7 @@ def test_a_full_disk_ends_a_save_in_a_line_and_spares_older_ones(experiment, run
     names = sorted(entry.name for entry in run_dir.checkpoints.iterdir())
     assert names == ["step-00000010", "step-00000020"]
     for name in names:
-        marker.verify(run_dir.checkpoints / name)
+        verify(run_dir.checkpoints / name)
     assert "not bitwise" not in log
     torch.set_num_threads(2)
     assert train(experiment, run_dir, LONGER) == 0
@@ -159,7 +159,7 @@ def test_memory_that_a_cpu_lacks_halves_the_lanes_and_a_save_needs_no_new_thread
     run_dir = RunDir(output / "no-memory")
     lanes = [event.micro_batch_lanes for event in events_of(run_dir.ledger.read(), OutOfMemory)]
     assert lanes == [8, 4, 2]
-    assert marker.steps_that_count(run_dir.checkpoints) == [2, 4]
+    assert steps_that_count(run_dir.checkpoints) == [2, 4]
 
 
 # ----------------------------------------------------------------- local checkpoints of two ranks
@@ -225,7 +225,7 @@ def lines_of(run_dir: RunDir) -> list[dict[str, Any]]:
 )
 def test_an_evaluation_stopped_or_killed_is_made_by_the_next_attempt(output, name, step, evaluated):
     run_dir = RunDir(output / name)
-    assert marker.latest_step(run_dir.checkpoints) == step
+    assert latest_step(run_dir.checkpoints) == step
     assert steps_of(run_dir, "evaluation") == evaluated
     run = ["train", str(output / "experiment.yaml"), f"--run-dir={run_dir.path}"]
     assert main([*run, *FORKED_SETTINGS, *EVALUATED]) == 0
@@ -236,5 +236,5 @@ def test_an_evaluation_stopped_or_killed_is_made_by_the_next_attempt(output, nam
 @pytest.mark.slow
 def test_a_signal_to_one_rank_ends_the_evaluation_of_all(output):
     run_dir = RunDir(output / "stopped")
-    assert marker.latest_step(run_dir.checkpoints) == 4
+    assert latest_step(run_dir.checkpoints) == 4
     assert run_dir.read_metrics()[-1]["kind"] == "train"

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.elastic_reader import FragmentReader, load_memory
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.load import FragmentReader, load_memory
 from pretrain.commands.same_run import STATE_TOLERANCE, differing_progress, differing_values
 from tests.helpers.engine_cells import (
     engine_settings,
@@ -184,7 +184,7 @@ def test_all_ranks_refuse_a_checkpoint_of_which_one_found_a_damaged_file(output:
     assert (found["repaired"], found["repaired, progress"]) == ([end, end], end)
 
 
-def ends(output: Path) -> tuple[marker.Checkpoint, marker.Checkpoint]:
+def ends(output: Path) -> tuple[Checkpoint, Checkpoint]:
     """The last checkpoints of the run in one go and of the chain."""
     first, *_, last = chain_cells()
     return saved(output, first["name"], END), saved(output, last["name"], END)
@@ -217,6 +217,6 @@ def test_a_difference_of_state_beyond_rounding_is_named(output: Path, tmp_path: 
     name = max(name for name in tensors if name.endswith(suffix))
     tensors[name][-1] += 1
     save_file(tensors, changed / f"{file}.safetensors")
-    problems = differing_values(left, marker.Checkpoint(changed, right.index), STATE_TOLERANCE)
+    problems = differing_values(left, Checkpoint(changed, right.index), STATE_TOLERANCE)
     assert len(problems) == 1
     assert expected in problems[0]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.elastic_reader import load_weights
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.load import load_weights
 from pretrain.config.run import ModelConfig
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.engine_cells import (
@@ -224,7 +224,7 @@ def test_an_ema_resumes_at_another_world_size_and_stage(results: Results, output
     assert max(float((emas[name] - weights[name]).abs().max()) for name in emas) > 1e-3
 
 
-def weights_of(found: marker.Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
+def weights_of(found: Checkpoint, ema: bool) -> dict[str, torch.Tensor]:
     module = TransformerXL(ModelConfig(**MODEL, **MODELS["ema"]["model"]))
     load_weights(module, found, ema)
     return dict(module.state_dict())

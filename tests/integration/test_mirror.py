@@ -11,7 +11,7 @@ import pytest
 
 from launcher.cli import main as launcher
 from launcher.run_state import read_state
-from pretrain.checkpoint import local_tier
+from pretrain.checkpoint import mirror
 from pretrain.cli import main as pretrain
 from pretrain.commands.same_run import differing_losses
 from pretrain.recovery.faults import VARIABLE
@@ -98,7 +98,7 @@ def test_a_store_that_is_away_costs_nothing_and_gets_the_checkpoint_later(
     away = f"checkpoint.mirror={bucket}-away/runs"
     command = ["train", str(experiment), f"--run-dir={run_dir.path}", away]
     with monkeypatch.context() as patch:
-        patch.setattr(local_tier, "WAIT_SECONDS", 0.5)
+        patch.setattr(mirror, "FINISH_SECONDS", 0.5)
         assert pretrain(command) == 0
     assert differing_losses(undisturbed, run_dir) == []
     failed = [each for each in events_of(run_dir.ledger.read(), Mirrored) if each.problem]
@@ -109,7 +109,7 @@ def test_a_store_that_is_away_costs_nothing_and_gets_the_checkpoint_later(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["mirror_problem"]
 
     make_bucket(s3_endpoint, f"{bucket}-away".removeprefix("s3://"))
-    monkeypatch.setattr(local_tier, "WAIT_SECONDS", 600.0)  # a busy machine takes its time
+    monkeypatch.setattr(mirror, "FINISH_SECONDS", 600.0)  # a busy machine takes its time
     assert pretrain([*command, "optim.steps=26"]) == 0
     assert steps_listed(s3_endpoint, f"{bucket}-away")[-1] == 26
     back = read_state(run_dir.path)

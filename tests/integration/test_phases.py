@@ -15,7 +15,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from data_pipeline.lanes.mixture import Mixture
 from foundation.settings import load_config
-from pretrain.checkpoint import marker
+from pretrain.checkpoint.verify import verify
 from pretrain.cli import main
 from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
@@ -158,6 +158,6 @@ def test_a_killed_run_of_longer_segments_equals_a_plain_loop(corpora, experiment
     measured = [line for line in run_dir.read_metrics() if line["kind"] == "train"]
     assert [line["loss"] for line in measured] == losses
     assert measured[-1]["tokens"] == 6 * 4 * sum(LENGTHS)
-    report = marker.verify(run_dir.checkpoints / "step-00000018").rank_reports[0]
+    report = verify(run_dir.checkpoints / "step-00000018").rank_reports[0]
     assert LaneCursor.from_tree(report["cursor"]) == cursor
     assert next(memory for memory in memories if memory)[0].shape[1] == config.model.memory_length

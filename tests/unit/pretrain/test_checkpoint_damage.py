@@ -17,8 +17,18 @@ import pytest
 from foundation.errors import CheckpointError, UnreadableError
 from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
+from pretrain.checkpoint.disk import publish
+from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.checkpoint.verify import (
+    check_share,
+    counts,
+    latest_step,
+    latest_valid,
+    sha256_of,
+    steps_that_count,
+    verify,
+)
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from pretrain.recovery.rewind import rewind
@@ -52,7 +62,7 @@ def root(published: Path) -> Iterator[Path]:
 def refused(root: Path, run_id: str = "") -> str:
     """Why the checkpoint of step 2 is skipped; that of step 1 is used."""
     said: list[str] = []
-    assert marker.latest_valid(root, said.append, run_id).step == 1
+    assert latest_valid(root, said.append, run_id).step == 1
     (line,) = said
     return line
 
@@ -106,7 +116,7 @@ def test_storage_that_fails_for_a_moment_is_waited_for_and_leaves_no_note(root, 
     timer.start()
     assert find_resume_point(root, world, "", patience=Patience(600)).step == 2
     timer.join()
-    assert marker.steps_that_count(root) == [1, 2]
+    assert steps_that_count(root) == [1, 2]
     waits, _ = [record.getMessage() for record in caplog.records if record.levelno > 20]
     assert "index.json: " in waits
 
@@ -170,7 +180,7 @@ def test_an_index_of_another_form_is_refused_by_name_and_the_one_before_used(roo
 def test_an_index_that_is_no_object_is_refused_by_name(root, content):
     index = files.step_directory(root, 2) / files.INDEX
     index.write_bytes(content)
-    index.with_name(files.MARKER).write_text(marker.sha256_of(index) + "\n")
+    index.with_name(files.MARKER).write_text(sha256_of(index) + "\n")
     assert str(index) in refused(root)
 
 
@@ -180,7 +190,7 @@ def test_a_file_with_other_pieces_than_the_index_says_is_refused_by_name(root):
     swapped = [[1, 0, 100, 1], [0, 100, 100, 1]]
     rewrite_index(directory, lambda index: index["pieces"]["w"].update(runs=swapped))
     with pytest.raises(CheckpointError, match=r"rank-00000.*w\|0\|weight"):
-        marker.verify(directory)
+        verify(directory)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -191,7 +201,7 @@ def test_ranks_that_share_the_reading_read_every_file_once(root, name):
     refusing = []
     for rank in range(3):
         try:
-            marker.check_share(marker.read_index(directory), rank, world_size=3)
+            check_share(read_index(directory), rank, world_size=3)
         except CheckpointError:
             refusing.append(rank)
     assert len(refusing) == (3 if name in (files.INDEX, files.MARKER) else 1)
@@ -200,29 +210,29 @@ def test_ranks_that_share_the_reading_read_every_file_once(root, name):
 def test_a_refused_checkpoint_is_no_progress_until_it_can_be_read_again(root, world):
     damaged = files.step_directory(root, 2) / files.rank_file(0)
     flip_a_bit(damaged)
-    assert marker.latest_step(root) == 2, "only reading everything can tell"
+    assert latest_step(root) == 2, "only reading everything can tell"
     assert find_resume_point(root, world, "").step == 1
-    assert marker.latest_step(root) == 1
-    assert marker.steps_that_count(root) == [1]
+    assert latest_step(root) == 1
+    assert steps_that_count(root) == [1]
     flip_a_bit(damaged)
     assert find_resume_point(root, world, "").step == 2
-    assert marker.latest_step(root) == 2
+    assert latest_step(root) == 2
 
 
 @pytest.mark.parametrize("how", ["truncated", "missing", "directory"])
 @pytest.mark.parametrize("name", NAMES)
 def test_damage_that_shows_without_reading_tensors_is_no_progress(root, name, how):
     DAMAGE[how](files.step_directory(root, 2) / name)
-    assert marker.latest_step(root) == 1
+    assert latest_step(root) == 1
 
 
 def test_refused_checkpoints_prune_no_valid_one_and_go_when_they_are_old(root, world):
     for step in (3, 4):
         flip_a_bit(publish_step(root, step) / files.MARKER)
-    assert files.prune(root, marker.steps_that_count(root), keep_last=1) == [1]
+    assert files.prune(root, steps_that_count(root), keep_last=1) == [1]
     assert find_resume_point(root, world, "").step == 2
     publish_step(root, 5)
-    assert files.prune(root, marker.steps_that_count(root), keep_last=1) == [2, 3, 4]
+    assert files.prune(root, steps_that_count(root), keep_last=1) == [2, 3, 4]
     assert files.prune(root, [], keep_last=1) == []
 
 
@@ -260,7 +270,7 @@ def test_pieces_that_overlap_or_leave_a_hole_are_refused(root, starts, missing):
     directory = files.step_directory(root, 2)
     rewrite_index(directory, lambda index: index["pieces"]["w"].update(runs=runs))
     with pytest.raises(CheckpointError, match=f"'w' .* {missing}"):
-        marker.verify(directory)
+        verify(directory)
 
 
 def replace_by_that_of_step_1(*paths: Path) -> None:
@@ -301,7 +311,7 @@ CONFUSION: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_checkpoint_of_another_run_is_rejected(root):
     said: list[str] = []
     publish_step(root, 3, run="another")
-    assert marker.latest_valid(root, said.append, "run").step == 2
+    assert latest_valid(root, said.append, "run").step == 2
     assert "another" in said[0]
 
 
@@ -330,7 +340,7 @@ def test_what_is_pruned_is_neither_among_the_latest_nor_kept_for_a_reason(keeps,
 def test_publishing_again_replaces_an_invalid_checkpoint(tmp_path: Path) -> None:
     flip_a_bit(publish_step(tmp_path, 3) / "rank-00000.safetensors")
     publish_step(tmp_path, 3)
-    assert marker.verify(files.step_directory(tmp_path, 3)).step == 3
+    assert verify(files.step_directory(tmp_path, 3)).step == 3
 
 
 @pytest.mark.parametrize("content", [None, b"cut"])
@@ -343,7 +353,7 @@ def test_a_file_that_rank_0_does_not_see_whole_is_not_published(tmp_path, conten
     if content is not None:
         (partial / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{name}: "):
-        marker.publish(partial, final, index_of(1, 1), [report])
+        publish(partial, final, index_of(1, 1), [report])
     assert not final.exists()
     assert not (partial / files.MARKER).exists()
 
@@ -356,8 +366,8 @@ def test_a_step_that_is_a_link_is_refused_and_what_it_leads_to_is_never_removed(
     link = files.step_directory(root, 1)
     link.symlink_to(elsewhere)
     with pytest.raises(CheckpointError, match=link.name):
-        marker.verify(link)
-    assert not marker.counts(link)
+        verify(link)
+    assert not counts(link)
     publish_step(root, 2)
     assert files.prune(root, [2], keep_last=1) == [1]
     assert [entry.name for entry in root.iterdir()] == ["step-00000002"]
@@ -370,7 +380,7 @@ def test_holes_of_40_gib_in_a_checkpoint_cost_no_memory(tmp_path, name):
     with open(step / name, "wb") as file:
         file.truncate(40 << 30)
     with memory_limit(1 << 30):
-        assert marker.latest_step(tmp_path) == 0
+        assert latest_step(tmp_path) == 0
 
 
 @pytest.fixture
@@ -422,5 +432,5 @@ def test_a_checkpoint_with_a_hole_that_readers_refuse_is_not_valid(run_dir, caps
     said = capsys.readouterr().out
     assert "step 50: CORRUPTED" in said
     assert "101, expected 100" in said
-    valid = marker.latest_valid(run_dir.checkpoints, lambda line: None)
+    valid = latest_valid(run_dir.checkpoints, lambda line: None)
     assert valid.step == 40, "a resume takes the one before"

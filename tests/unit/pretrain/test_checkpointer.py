@@ -21,19 +21,19 @@ from foundation.errors import CheckpointError, UnreadableError, UserError
 from foundation.retry import Patience, StorageError
 from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import SaveProblem
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.destinations import Disk
-from pretrain.checkpoint.elastic_reader import (
+from pretrain.checkpoint.disk import Disk
+from pretrain.checkpoint.facts import EVER, History
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.load import (
     load_fragments,
     restore_counters,
     restore_random_state,
 )
-from pretrain.checkpoint.facts import EVER, History
-from pretrain.checkpoint.local_tier import MAY_DIFFER, LocalTier
-from pretrain.checkpoint.marker import Checkpoint
+from pretrain.checkpoint.local_checkpoints import MAY_DIFFER, LocalCheckpoints
 from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.checkpoint.transfer import SaveProblem
+from pretrain.checkpoint.verify import verify
 from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
@@ -79,7 +79,7 @@ def saved(engine, world, root, state, asynchronous=True) -> Checkpoint:
     saving = checkpointer(root, world, asynchronous)
     saving.save(engine, state)
     saving.finish()
-    return marker.verify(files.step_directory(root, state.step))
+    return verify(files.step_directory(root, state.step))
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_blocking_one(engine, world, 
         for value in fragment.values.values():
             value.uniform_(-1.0, 1.0)
     background.finish()
-    found = marker.verify(files.step_directory(tmp_path / "background", 3))
+    found = verify(files.step_directory(tmp_path / "background", 3))
     assert found.files == blocking.files
 
 
@@ -254,7 +254,7 @@ def test_an_older_attempt_leaves_the_files_of_a_newer_one(engine, world, tmp_pat
     new.may_publish.set()
     assert new.finish()
     assert "not saved" not in caplog.text
-    marker.verify(files.step_directory(root, 3))
+    verify(files.step_directory(root, 3))
 
 
 @pytest.mark.parametrize("moment", ["before the removal", "in it", "after it"])
@@ -290,7 +290,7 @@ def test_a_publication_is_all_or_nothing(engine, world, tmp_path, caplog, monkey
     assert os.strerror(errno.ENOENT) not in caplog.text + told[0]
     if moment == "before the removal":
         assert told == ["saved"]
-        marker.verify(files.step_directory(root, 3))
+        verify(files.step_directory(root, 3))
     else:
         assert "attempt old" in told[0]
         assert not files.steps_on_disk(root)
@@ -300,10 +300,10 @@ def test_a_publication_is_all_or_nothing(engine, world, tmp_path, caplog, monkey
 ID = "0123456789ab"
 
 
-def tier(disk: Path, world: World, run_id: str = ID) -> LocalTier:
+def tier(disk: Path, world: World, run_id: str = ID) -> LocalCheckpoints:
     config = replace(RunConfig(), checkpoint=CheckpointConfig(local=disk))
     disk_of_run = Disk(Path(), "attempt", run_id)
-    return LocalTier(config, disk_of_run, world, History({"before": 15}))
+    return LocalCheckpoints(config, disk_of_run, world, History({"before": 15}))
 
 
 def start(attempt: str, step: int) -> TrainingBegan:

@@ -29,7 +29,8 @@ from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
 from foundation.errors import TrainingError
 from foundation.files import atomic_write
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
+from pretrain.checkpoint.disk import publish
+from pretrain.checkpoint.verify import latest_valid, steps_that_count
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
     CheckpointConfig,
@@ -134,7 +135,7 @@ class Run:
 
     def _restore(self) -> LaneCursor | None:
         files.remove_partial(self.run_dir.checkpoints)
-        found = marker.latest_valid(self.run_dir.checkpoints, say=_never_rejected)
+        found = latest_valid(self.run_dir.checkpoints, say=_never_rejected)
         if found is None:
             return None
         self.step = found.step
@@ -177,9 +178,9 @@ class Run:
             reports[rank] = report | report_of_file(partial, rank)
         final = files.step_directory(self.run_dir.checkpoints, self.step)
         in_order = [reports[rank] for rank in range(self.world_size)]
-        marker.publish(partial, final, index_of(self.step, self.world_size), in_order)
+        publish(partial, final, index_of(self.step, self.world_size), in_order)
         root = self.run_dir.checkpoints
-        files.prune(root, marker.steps_that_count(root), keep_last=2)
+        files.prune(root, steps_that_count(root), keep_last=2)
 
     def seen(self) -> dict[str, int]:
         """What each lane has read, as measurements are: numbers."""

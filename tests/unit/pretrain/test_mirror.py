@@ -21,18 +21,17 @@ import pytest
 from data_pipeline.corpora.fetch import WritableStore
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.files import Content, content_of, write_text
-from pretrain.checkpoint import destinations
-from pretrain.checkpoint.destinations import (
-    ROOT,
+from pretrain.checkpoint import object_store
+from pretrain.checkpoint.disk import Disk
+from pretrain.checkpoint.mirror import Mirror, Publication
+from pretrain.checkpoint.object_store import (
+    MIRROR_INDEX,
     RUN_FILES,
     SCRATCH,
-    Disk,
     MirrorIndex,
     ObjectStore,
-    Publication,
     StoredCheckpoint,
 )
-from pretrain.checkpoint.local_tier import Mirror
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir import restore
@@ -96,7 +95,7 @@ def test_an_upload_killed_anywhere_leaves_the_checkpoint_before_it(tmp_path, url
 
 @pytest.mark.parametrize("what", ["fetch_file", "move"])
 def test_a_restore_that_is_killed_anywhere_is_no_run_until_it_has_gone_on(what, tmp_path, stored):
-    where = {"move": restore, "fetch_file": destinations}[what]
+    where = {"move": restore, "fetch_file": object_store}[what]
     target, number = tmp_path / "restored", 1
     with FileServer(stored) as server:
         # What has arrived stays, so that each kill comes later than the one before.
@@ -139,9 +138,9 @@ def newest(home: Path) -> Path:
 
 
 def change_root(home: Path, change: Callable[[dict], object]) -> None:
-    tree = json.loads((home / ROOT).read_bytes())
+    tree = json.loads((home / MIRROR_INDEX).read_bytes())
     change(tree)
-    (home / ROOT).write_text(json.dumps(tree))
+    (home / MIRROR_INDEX).write_text(json.dumps(tree))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +177,8 @@ def test_a_checkpoint_that_is_damaged_on_the_disk_is_fetched_again(tmp_path, sto
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda home: (home / ROOT).unlink(), DataError),
-        (lambda home: (home / ROOT).write_text("[]"), CheckpointError),
+        (lambda home: (home / MIRROR_INDEX).unlink(), DataError),
+        (lambda home: (home / MIRROR_INDEX).write_text("[]"), CheckpointError),
         (lambda home: change_root(home, lambda tree: tree.update(checkpoints=[])), CheckpointError),
         (lambda home: change_root(home, lambda tree: tree.update(run="another")), CheckpointError),
     ],
@@ -300,7 +299,7 @@ def test_of_runs_that_start_together_none_replaces_an_index(tmp_path, url, s3_en
     kept = CheckpointConfig(keep_last=1)
     ours = Publication(store, Disk(first.checkpoints, "", first.identity.id), 0, kept)
     ours.publish(first.checkpoints / "step-00000100", lambda: None)
-    store.writable.delete([ROOT])  # as if it had come after the second one looked
+    store.writable.delete([MIRROR_INDEX])  # as if it had come after the second one looked
     upload(second, url, 100, tmp_path / "scratch")
     stored = names_in(url, s3_endpoint)
     with pytest.raises(CheckpointError, match=second.identity.id):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from foundation.errors import TrainingError
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.elastic_reader import load_memory
+from pretrain.checkpoint.load import load_memory
+from pretrain.checkpoint.verify import latest_valid
 from pretrain.config.model import OptimizerName, ScheduleShape
 from pretrain.config.resolve import resolve
 from pretrain.config.run import (
@@ -440,7 +440,7 @@ def test_what_a_skipped_step_read_is_not_remembered(run, world, tmp_path, limit)
     )
     with pytest.raises(TrainingError) if limit else contextlib.nullcontext():
         run_training(resolve(run), tmp_path / "run", world)
-    found = marker.latest_valid(RunDir(tmp_path / "run").checkpoints, pytest.fail)
+    found = latest_valid(RunDir(tmp_path / "run").checkpoints, pytest.fail)
     assert (load_memory(found, range(run.data.lanes)) is None) == (limit > 0.0)
 
 

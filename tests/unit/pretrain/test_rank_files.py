@@ -16,28 +16,20 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from foundation.errors import CheckpointError
 from foundation.files import content_of
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import (
-    HostBuffer,
-    Pieces,
-    RankFile,
-    RankReports,
-    Save,
-    copy_to_host,
-    decoded,
-    encoded,
-    layout_of,
+from pretrain.checkpoint.disk import BLOCK_BYTES, Disk, TensorFile, write_file
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.load import FragmentReader, restore_random_state
+from pretrain.checkpoint.pieces import (
+    merged_pieces,
+    parsed_pieces,
+    piece_key,
+    piece_report,
+    rank_elements,
 )
-from pretrain.checkpoint.destinations import BLOCK_BYTES, Disk, TensorFile, write_file
-from pretrain.checkpoint.elastic_reader import FragmentReader, restore_random_state
-from pretrain.checkpoint.marker import (
-    elements_of_rank,
-    key_of,
-    merged,
-    parsed,
-    report_of,
-    share_of_rank,
-)
+from pretrain.checkpoint.save import RankFile, Save
+from pretrain.checkpoint.tensor_layout import HostBuffer, SplitTensors, copy_to_host, lay_out
+from pretrain.checkpoint.transfer import RankReports, decoded, encoded
+from pretrain.checkpoint.verify import rank_share, verify
 from pretrain.distributed.world import Worker
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
@@ -45,8 +37,8 @@ from tests.helpers.checkpoints import index_of
 from tests.helpers.models import TINY
 
 
-def written(path: Path, tensors: Pieces) -> dict[str, object]:
-    layout = layout_of(tensors)
+def written(path: Path, tensors: SplitTensors) -> dict[str, object]:
+    layout = lay_out(tensors)
     host = torch.full((layout.num_bytes + 100,), 0xAB, dtype=torch.uint8)  # used before
     copy_to_host(tensors, layout, host)
     body = host.numpy().data[: layout.num_bytes]
@@ -109,7 +101,7 @@ def saves_of(root: Path) -> list[Save]:
     saves = []
     for rank, num_lanes in enumerate(LANES):
         own = TCPStore("127.0.0.1", store.port, wait_for_workers=False) if rank else store
-        fragments = {key_of("w", 4 * rank, "weight"): [torch.arange(4.0) + 4 * rank]}
+        fragments = {piece_key("w", 4 * rank, "weight"): [torch.arange(4.0) + 4 * rank]}
         torch.manual_seed(rank)
         file = RankFile.of(fragments, TrainState(step=7, memories=[]), LaneState(TINY))
         report = {"first_lane": FIRST[rank], "num_lanes": num_lanes, "cursor": None}
@@ -127,12 +119,12 @@ def start(*saves: Save) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> marker.Checkpoint:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     root = tmp_path_factory.mktemp("root")
     saves = saves_of(root)
     start(*reversed(saves))
     assert [save.wait() for save in saves] == [None] * len(saves)
-    return marker.verify(files.step_directory(root, 7))
+    return verify(files.step_directory(root, 7))
 
 
 def test_each_rank_finds_its_own_random_state(saved):
@@ -226,12 +218,14 @@ def test_the_index_says_for_each_rank_exactly_what_it_reported_in_few_runs(ranks
     for rank in range(ranks):
         ends = {"even": (4 * rank, 4 * rank + 4), "odd": (2 * rank, min(2 * rank + 2, ranks + 1))}
         reported.append({
-            key_of(name, low, kind): high - low
+            piece_key(name, low, kind): high - low
             for name, (low, high) in ends.items() if low < high for kind in ("weight", "exp_avg")
         })  # fmt: skip
-    index = {"pieces": merged(report_of(each, rank) for rank, each in enumerate(reported))}
-    pieces = parsed(index, ranks)
-    assert [elements_of_rank(pieces, rank) for rank in range(ranks)] == reported
+    index = {
+        "pieces": merged_pieces(piece_report(each, rank) for rank, each in enumerate(reported))
+    }
+    pieces = parsed_pieces(index, ranks)
+    assert [rank_elements(pieces, rank) for rank in range(ranks)] == reported
     assert (pieces["even"].num_elements, pieces["odd"].num_elements) == (4 * ranks, ranks + 1)
     assert max(len(held.runs) for held in pieces.values()) <= 3, "whatever the number of ranks"
 
@@ -241,7 +235,7 @@ def test_the_index_says_for_each_rank_exactly_what_it_reported_in_few_runs(ranks
 def test_each_file_is_hashed_by_one_rank_and_no_rank_by_far_too_many(saved_by, world_size):
     generator = random.Random(saved_by * world_size)
     sizes = [generator.choice([0, 1, 50, 900, 1000]) for _ in range(saved_by)]
-    shares = [share_of_rank(sizes, rank, world_size) for rank in range(world_size)]
+    shares = [rank_share(sizes, rank, world_size) for rank in range(world_size)]
     assert [number for share in shares for number in share] == list(range(saved_by))
     largest = max(sum(sizes[number] for number in share) for share in shares)
     assert largest <= sum(sizes) / world_size + 1000, "a share, and at most one file more"

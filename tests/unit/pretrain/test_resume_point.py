@@ -20,19 +20,21 @@ from foundation.files import content_of
 from foundation.records import from_json, to_json
 from foundation.settings import to_tree
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.destinations import (
-    ROOT,
+from pretrain.checkpoint import verify as verify_module
+from pretrain.checkpoint.disk import Disk
+from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusal, choose
+from pretrain.checkpoint.index import INDEX_FORMAT, Checkpoint, read_index
+from pretrain.checkpoint.local_checkpoints import MAY_DIFFER, LocalCheckpoints
+from pretrain.checkpoint.mirror import Publication
+from pretrain.checkpoint.object_store import (
+    MIRROR_INDEX,
     RUN_FILES,
-    Disk,
     MirrorIndex,
     ObjectStore,
-    Publication,
     StoredCheckpoint,
 )
-from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusal, choose
-from pretrain.checkpoint.local_tier import MAY_DIFFER, LocalTier
 from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.checkpoint.verify import latest_valid, steps_that_count, verify
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.rundir.events import (
@@ -175,7 +177,7 @@ def mirror(run_dir: RunDir, steps: list[int], home: Path) -> None:
             shutil.copy(run_dir.path / name, home / new.folder)
         contents = {name: content_of(home / new.folder / name) for name in RUN_FILES}
         stored.append(replace(new, run_files=contents))
-    (home / ROOT).write_bytes(MirrorIndex(run_dir.identity.id, tuple(stored)).to_bytes())
+    (home / MIRROR_INDEX).write_bytes(MirrorIndex(run_dir.identity.id, tuple(stored)).to_bytes())
 
 
 @pytest.fixture
@@ -203,7 +205,7 @@ def look(run_dir: RunDir, world, before: int | None = None) -> int:
     found = find_resume_point(root, world, run_id, before, past=run_dir.past())
     if found is None:
         return 0
-    assert marker.verify(files.step_directory(root, found.step)).step == found.step
+    assert verify(files.step_directory(root, found.step)).step == found.step
     return found.step
 
 
@@ -257,7 +259,7 @@ def test_a_start_looks_everywhere_and_refuses_to_lose_steps(stored, world, acts,
 
 
 def test_a_store_that_is_away_matters_only_if_something_is_missing(stored, world, tmp_path):
-    (tmp_path / "store" / ROOT).write_text("{}")
+    (tmp_path / "store" / MIRROR_INDEX).write_text("{}")
     assert look(stored, world) == 300
     damage(stored, 300)
     with pytest.raises(UnreadableError, match=r"could not be asked .*--from-step 200$"):
@@ -300,7 +302,7 @@ def test_a_damaged_shared_step_does_not_hide_later_ones_on_the_nodes(tmp_path, w
     def found() -> tuple[int, bool]:
         past = run_dir.past()
         disk = Disk(run_dir.checkpoints, "b", run_id)
-        tier = LocalTier(config, disk, world, past.history)
+        tier = LocalCheckpoints(config, disk, world, past.history)
         point = find_resume_point(run_dir.checkpoints, world, run_id, past=past, local=tier)
         assert point is not None
         return point.step, point.is_local
@@ -322,27 +324,27 @@ def prune_and_publish(root: Path) -> None:
     """What a run with keep_last=1 does."""
     newest = max(files.steps_on_disk(root))
     publish_step(root, newest + 10)
-    files.prune(root, marker.steps_that_count(root), keep_last=1)
+    files.prune(root, steps_that_count(root), keep_last=1)
 
 
 @pytest.mark.parametrize("moment", ["read_index", "check_share"])
 def test_what_a_run_prunes_while_a_command_reads_is_no_damage(tmp_path, monkeypatch, moment):
     publish_step(tmp_path, 10)
-    real: Callable[..., marker.Checkpoint] = getattr(marker, moment)
+    real: Callable[..., Checkpoint] = getattr(verify_module, moment)
     number = 0
 
     def disturbed(*arguments, **options):
         nonlocal number
         number += 1
         if number == 1:
-            monkeypatch.setattr(marker, moment, real)
+            monkeypatch.setattr(verify_module, moment, real)
             shutil.move(tmp_path / "step-00000010", tmp_path / "gone")
             publish_step(tmp_path, 20)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(marker, moment, disturbed)
+    monkeypatch.setattr(verify_module, moment, disturbed)
     said: list[str] = []
-    found = marker.latest_valid(tmp_path, said.append)
+    found = latest_valid(tmp_path, said.append)
     assert found is not None
     assert (found.step, said) == (20, [])
     prune_and_publish(tmp_path)
@@ -359,23 +361,23 @@ def test_a_checkpoint_of_another_version_is_named_so_and_gets_no_note(tmp_path, 
     rewrite_index(tmp_path / "step-00000020", lambda index: index.update(format=99))
     for find in (
         lambda: find_resume_point(tmp_path, world, ""),
-        lambda: marker.latest_valid(tmp_path, pytest.fail),
+        lambda: latest_valid(tmp_path, pytest.fail),
     ):
-        with pytest.raises(OtherVersionError, match=rf"format 99, .*{marker.FORMAT}"):
+        with pytest.raises(OtherVersionError, match=rf"format 99, .*{INDEX_FORMAT}"):
             find()
     assert not list(tmp_path.glob(f"*/{files.REFUSED}"))
 
 
 def test_verify_tells_damage_from_pruning_and_other_versions(stored, monkeypatch, capsys):
     rewrite_index(stored.checkpoints / "step-00000300", lambda index: index.update(format=99))
-    real = marker.read_index
+    real = read_index
 
-    def pruning(directory: Path, run_id: str = "") -> marker.Checkpoint:
+    def pruning(directory: Path, run_id: str = "") -> Checkpoint:
         if directory.name == "step-00000100":
             shutil.rmtree(directory)
         return real(directory, run_id)
 
-    monkeypatch.setattr(marker, "read_index", pruning)
+    monkeypatch.setattr(verify_module, "read_index", pruning)
     assert main(["checkpoint", "verify", str(stored.path)]) == 2
     said = capsys.readouterr().out
     assert "step 100: pruned\nstep 200: valid\nstep 300: of another version  " in said

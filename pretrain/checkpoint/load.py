@@ -1,14 +1,13 @@
-"""Reading a checkpoint at any world size and ZeRO stage: fragments by element, memories by lane.
+"""Loading a checkpoint at any world size and ZeRO stage: fragments by element, memories by lane.
 
 A checkpoint of 2 ranks, read by 3 (one parameter of 12 elements):
 
     in the files    rank-00000: "w|0|weight" [0, 6)      rank-00001: "w|6|weight" [6, 12)
     in the engine   rank 0: [0, 4)    rank 1: [4, 8), from both files    rank 2: [8, 12)
 
-A key is PARAMETER|START|KIND, so the files say which elements they hold, and neither the writer's
-world size nor its stage matters. The index lists these pieces, so a rank opens only the files of
-which it needs some: its own if ranks and stage are those of the save. All ranks find together
-which checkpoint they resume from, and read it once between them.
+The index lists which file holds which elements (`pieces.py`), so neither the writer's world size
+nor its stage matters, and a rank opens only the files that it needs: its own if ranks and stage are
+those of the save.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from torch import Tensor
 from data_pipeline.lanes.lane_stream import LaneCursor
 from foundation.errors import CheckpointError
 from pretrain.checkpoint.directory import MEMORY, rank_file
-from pretrain.checkpoint.marker import Checkpoint, key_of, opened
+from pretrain.checkpoint.index import Checkpoint
+from pretrain.checkpoint.pieces import open_tensors, piece_key
 from pretrain.engines.engine import EMA, Engine
 from pretrain.optim.parameter_groups import Fragment
 
@@ -94,7 +94,7 @@ class FragmentReader:
         held = self._pieces.get(parameter)
         for piece in held.between(start, end) if held and kind in held.kinds else ():
             low, high = max(start, piece.start), min(end, piece.end)
-            stored = self._handle(piece.rank).get_slice(key_of(parameter, piece.start, kind))
+            stored = self._handle(piece.rank).get_slice(piece_key(parameter, piece.start, kind))
             view[low - start : high - start].copy_(stored[low - piece.start : high - piece.start])
             copied += high - low
         if copied != view.numel():
@@ -106,7 +106,7 @@ class FragmentReader:
     def _handle(self, rank: int) -> Any:
         if rank not in self._handles:
             path = self._directory / rank_file(rank)
-            self._handles[rank] = self._stack.enter_context(opened(path))
+            self._handles[rank] = self._stack.enter_context(open_tensors(path))
         return self._handles[rank]
 
 
@@ -152,7 +152,7 @@ def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
         high = min(lanes.stop, report["first_lane"] + report["num_lanes"])
         if low < high:
             own = slice(low - report["first_lane"], high - report["first_lane"])
-            with opened(found.directory / rank_file(rank)) as handle:
+            with open_tensors(found.directory / rank_file(rank)) as handle:
                 keys = [key for key in handle.keys() if key.startswith(MEMORY)]  # noqa: SIM118
                 part = {key.removeprefix(MEMORY): handle.get_slice(key)[own] for key in keys}
             parts.append(part)
@@ -168,7 +168,7 @@ def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
 
 def restore_random_state(found: Checkpoint, rank: int) -> None:
     """Set the random-number state to the one that a rank has saved."""
-    with opened(found.directory / rank_file(rank)) as handle:
+    with open_tensors(found.directory / rank_file(rank)) as handle:
         torch.set_rng_state(handle.get_tensor("random.cpu"))
         if torch.cuda.is_available() and "random.cuda" in handle.keys():  # noqa: SIM118
             torch.cuda.set_rng_state(handle.get_tensor("random.cuda"))

@@ -1,20 +1,14 @@
-"""Copies beside the run directory: local checkpoints on nodes' disks, and the mirror.
+"""Local checkpoints: each rank's own part of a step, on its node's disk.
 
 LOCAL/run-3f0c.../rank-00003/step-00000150/     COMPLETE, index.json, rank-00000.safetensors
 
-What a rank writes to its node's disk is a checkpoint of one rank, by the same code and with the
-same hashes as a shared one (`marker.py`): every fragment that it holds counts as a whole parameter.
-So it needs no other node's disk, and fits only the same rank of the same number of ranks with the
-same settings.
+It is a checkpoint of one rank, by the same code and with the same hashes as a shared one: every
+fragment that the rank holds counts as a whole parameter. So it needs no other node's disk, and fits
+only the same rank of the same number of ranks with the same settings.
 
 A step counts if every rank has it whole, from the same start of the run, and that start still
-stands in the ledger up to that step (`History`). Otherwise all ranks use the shared
-checkpoint. Nothing here ends a run: a disk that fails costs its checkpoints.
-
-An upload to the mirror is a `Transfer` as a save is: each rank puts its share of a published
-checkpoint into the store, in a thread, and reports; then rank 0 uploads what makes it count. No
-step waits for a store. If any rank fails, the upload has failed; after a pause the latest
-checkpoint is uploaded, of which the store may have some files already.
+stands in the ledger up to that step (`History`). Otherwise all ranks use the shared checkpoint.
+A disk that fails costs its checkpoints, and never ends a run.
 """
 
 from __future__ import annotations
@@ -22,40 +16,31 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import re
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from foundation.errors import CheckpointError, UserError, os_error_text
 from foundation.ownership import private_directory
 from foundation.records import json_text
-from foundation.retry import Outage, Patience
 from foundation.settings import differences, to_tree
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint import marker
-from pretrain.checkpoint.background_save import (
-    HostBuffer,
-    RankFile,
-    RankReports,
-    Report,
-    Save,
-    Transfer,
-    new_index,
-)
-from pretrain.checkpoint.destinations import Disk, ObjectStore, Publication, StoredCheckpoint
-from pretrain.checkpoint.elastic_reader import local_name
+from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.facts import Destination, History
-from pretrain.checkpoint.marker import key_of, read_index
+from pretrain.checkpoint.index import Checkpoint, read_index
+from pretrain.checkpoint.load import local_name
+from pretrain.checkpoint.pieces import piece_key
 from pretrain.checkpoint.replicas import require_equal_replicas, require_finite
+from pretrain.checkpoint.save import RankFile, Save, new_index
+from pretrain.checkpoint.tensor_layout import HostBuffer
+from pretrain.checkpoint.transfer import RankReports
+from pretrain.checkpoint.verify import UNDONE
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import Worker, World, broadcast_value, gather_values, on_any_rank
+from pretrain.distributed.world import Worker, World, broadcast_value, gather_values
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
@@ -83,7 +68,7 @@ class Offer:
         return later[-1] if later else "has none on its node"
 
 
-class LocalTier:
+class LocalCheckpoints:
     """The local checkpoints of one start; without `checkpoint.local` there are none.
 
     `config` has all phases, as the user wrote it; `shared` is the disk of the other checkpoints;
@@ -115,7 +100,7 @@ class LocalTier:
             )
             self._disk = self._opened(own)
 
-    def __enter__(self) -> LocalTier:
+    def __enter__(self) -> LocalCheckpoints:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -144,7 +129,7 @@ class LocalTier:
             using = f"step {used}, the shared one" if used else "none"
             logger.warning("local checkpoints are not used: %s; using %s", why, using)
 
-    def get(self, step: int) -> marker.Checkpoint:
+    def get(self, step: int) -> Checkpoint:
         """Return this rank's part of the step, if all ranks verify theirs. A collective."""
         assert self._disk is not None
         start, problem, found = time.monotonic(), "", None
@@ -177,7 +162,7 @@ class LocalTier:
         if broadcast_value(obstacle() if self._world.is_main else "", str) or disk is None:
             return
         pieces = {
-            key_of(local_name(fragment), 0, kind): [value]
+            piece_key(local_name(fragment), 0, kind): [value]
             for fragment in engine.fragments()
             for kind, value in fragment.values.items()
         }
@@ -255,7 +240,7 @@ class LocalTier:
     def _attempt_that_saved(self, step: int) -> str:
         """Return it; CheckpointError if this rank cannot resume from the step."""
         assert self._disk is not None
-        index = marker.read_index(files.step_directory(self._disk.root, step)).index
+        index = read_index(files.step_directory(self._disk.root, step)).index
         match index.get("local"):
             case {"attempt": str(attempt), "rank": int(rank), "world_size": int(world_size)}:
                 pass
@@ -272,7 +257,7 @@ class LocalTier:
             )
         is_known = attempt in self._history.standing
         if not is_known or not self._history.stands(step, attempt):
-            raise CheckpointError(f"step {step} is {marker.UNDONE}")
+            raise CheckpointError(f"step {step} is {UNDONE}")
         return attempt
 
     def _finish(self) -> None:
@@ -301,168 +286,3 @@ def _first(problems: list[str]) -> str:
     """The first rank's problem, with its number; '' if there is none."""
     found = ((rank, problem) for rank, problem in enumerate(problems) if problem)
     return next((f"rank {rank}: {problem}" for rank, problem in found), "")
-
-
-WAIT_SECONDS = 60.0  # of a run that ends or stops, for its last upload
-POLL_SECONDS = 0.1
-
-
-def location(run: RunConfig) -> str:
-    """The URL of the run's mirror; '' if it has none."""
-    base = run.checkpoint.mirror.rstrip("/")
-    return f"{base}/{run.name}" if base else ""
-
-
-class Upload(Transfer):
-    """A rank's part of uploading the checkpoint in `directory`."""
-
-    def __init__(
-        self, directory: Path, reports: RankReports, store: ObjectStore, publication: Publication
-    ) -> None:
-        super().__init__(int(directory.name.removeprefix("step-")), reports)
-        self._directory, self._store, self._publication = directory, store, publication
-        self.started = time.monotonic()
-
-    def _put(self) -> tuple[Report, dict[str, object]]:
-        self._publication.read()  # another run's folder gets no files
-        contents = sorted(read_index(self._directory).files.items())
-        folder = StoredCheckpoint.of(self._directory).folder
-        for name, content in contents[self._reports.rank :: self._reports.num_ranks]:
-            self._store.put(f"{folder}/{name}", self._directory / name, content, self.check)
-        return {}, {}
-
-    def _publish(self, reports: list[Report]) -> None:
-        self._publication.publish(self._directory, self.check)
-
-
-class Mirror:
-    """Uploads checkpoints of one start of a run. All ranks call `agree` and `finish` together.
-
-    They are those of `disk`, up to `saved_step`, which a start from the nodes' disks is after. The
-    store has `uploaded_step`, or nothing (0), as the run resumes from `resumed_step`; `history` is
-    as in `Publication`. `note` is told, on rank 0, the seconds that the upload of a step took, or
-    why the step is not in the store. A context manager: leaving it cancels an upload in progress,
-    which the next start continues. Nothing here raises what a store does.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        disk: Disk,
-        world: World,
-        resumed_step: int,
-        uploaded_step: int,
-        note: Callable[[int, float | str], None],
-        history: History | None = None,
-        saved_step: int | None = None,
-    ) -> None:
-        self.url, self._settings = location(config), config.checkpoint
-        self._disk, self._world, self._note_step = disk, world, note
-        self._stored_step = uploaded_step
-        self._last_step = resumed_step if saved_step is None else saved_step
-        self._upload: Upload | None = None  # on rank 0: that is in progress
-        self._uploads = 0  # that were started
-        self._failure = ""  # of the last upload
-        if self.url:
-            self._scratch = tempfile.TemporaryDirectory(
-                prefix="xl-pretrain-mirror-", ignore_cleanup_errors=True
-            )
-            self._store = ObjectStore(self.url, Path(self._scratch.name))
-            kept = self._settings
-            self._publication = Publication(self._store, disk, resumed_step, kept, history)
-            self._outage, self._worker = Outage(Patience(math.inf)), Worker("mirror")
-
-    def __enter__(self) -> Mirror:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.url:
-            if self._upload is not None:
-                self._upload.stop()  # without waiting: a store that is silent would delay the run
-            self._worker.end()
-            self._scratch.cleanup()
-
-    def held(self) -> Collection[int]:
-        """The step whose files on disk are needed (rank 0)."""
-        return () if self._upload is None else (self._upload.step,)
-
-    def is_due(self, published_step: int) -> bool:
-        """Whether the checkpoint of this step is to be uploaded now, which rank 0 decides.
-
-        `published_step` is 0 where the rank does not know of a published one.
-        """
-        if not self._lacks(published_step) or self._upload is not None:
-            return False
-        return not self._failure or self._outage.is_due
-
-    def _lacks(self, step: int) -> bool:
-        """Whether the store has another step than this one, as far as rank 0 knows."""
-        return bool(self.url) and self._world.is_main and step not in (0, self._stored_step)
-
-    def agree(self, is_due: bool, last_step: int) -> None:
-        """Upload the last save, that of `last_step`, if rank 0 has found that it `is_due`."""
-        if not self.url:
-            return
-        self._last_step = last_step
-        if self._world.is_main:
-            self._note()
-        if not is_due:
-            return
-        if self._upload is not None:
-            self._upload.stop()  # rank 0 knows of another rank that failed
-        self._uploads += 1
-        name = f"{self._disk.attempt}/upload/{self._uploads}"
-        self._upload = Upload(
-            files.step_directory(self._disk.root, last_step),
-            RankReports(name, self._world.rank, self._world.world_size),
-            self._store,
-            self._publication,
-        )
-        self._worker.add(self._upload.run)  # after the one before: two would write the same files
-
-    def _note(self) -> None:
-        """Note what has become of the upload, and the first of failures in a row."""
-        if self._upload is None or not self._upload.is_ended:
-            return
-        upload, self._upload = self._upload, None
-        if upload.is_published:
-            self._note_step(upload.step, round(time.monotonic() - upload.started, 1))
-            self._stored_step, self._failure = upload.step, ""
-            self._outage.ended()
-        elif upload.problem is not None:
-            self._outage.failed(upload.problem.text, "training continues")
-            if not self._failure:
-                self._note_step(upload.step, upload.problem.text)
-            self._failure = upload.problem.text
-
-    def finish(
-        self,
-        while_waiting: Callable[[], None] = lambda: None,
-        stop_requests: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """Return when the last checkpoint, which is published, is in the store, or time is over.
-
-        A request to stop ends the wait.
-        """
-        if not self.url:
-            return
-        step = self._last_step
-        deadline = time.monotonic() + WAIT_SECONDS
-        before, is_over = stop_requests(), False
-        while True:
-            own = [self._lacks(step), self.is_due(step), is_over]
-            is_lacking, is_due, is_over = on_any_rank(own)
-            self.agree(is_due, step)
-            if not is_lacking:
-                return
-            if is_over:
-                break
-            while_waiting()
-            time.sleep(POLL_SECONDS)
-            is_over = time.monotonic() > deadline or stop_requests() > before
-        if self._world.is_main:
-            failure = f" ({self._failure})" if self._failure else ""
-            reason = f"not uploaded when the run ended{failure}"
-            self._note_step(step, reason)
-            what = "the checkpoint of step %d is not in %s: %s; it is on disk"
-            logger.warning(what, step, self.url, reason)

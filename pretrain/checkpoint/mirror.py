@@ -1,0 +1,312 @@
+"""The mirror of a run: uploads of its published checkpoints to an object store.
+
+An upload is a `Transfer` as a save is: each rank puts its share of a published checkpoint into the
+store, in a thread, and reports; then rank 0 uploads what makes it count. No step waits for a store.
+If any rank fails, the upload has failed; after a pause the latest checkpoint is uploaded, of which
+the store may have some files already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from data_pipeline.corpora.fetch import (
+    NotFetchedError,
+)
+from foundation.errors import CheckpointError, UserError
+from foundation.files import (
+    Content,
+    content_of,
+    write_text,
+)
+from foundation.retry import Outage, Patience
+from pretrain.checkpoint import directory as files
+from pretrain.checkpoint.disk import Check, Disk
+from pretrain.checkpoint.facts import History
+from pretrain.checkpoint.index import read_index
+from pretrain.checkpoint.object_store import (
+    MIRROR_INDEX,
+    RUN_FILES,
+    MirrorIndex,
+    ObjectStore,
+    StoredCheckpoint,
+)
+from pretrain.checkpoint.transfer import RankReports, Report, Transfer
+from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.distributed.world import Worker, World, on_any_rank
+
+logger = logging.getLogger(__name__)
+
+
+class Publication:
+    """Rank 0's part: run files, index and marker of a checkpoint, mirror.json, then deletions.
+
+    It remembers mirror.json, which no other attempt of the run writes. The run resumed from
+    `resumed_step`, and its checkpoints are on `disk`, in the run directory. Without a `history`
+    later steps in the store are given up.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        disk: Disk,
+        resumed_step: int,
+        kept: CheckpointConfig,
+        history: History | None = None,
+    ) -> None:
+        self._store, self._disk, self._resumed_step, self._kept = store, disk, resumed_step, kept
+        self._history = history
+        self._index: MirrorIndex | None = None
+        self._is_deletion_logged = False
+
+    def read(self) -> MirrorIndex:
+        """Return mirror.json as it is now; CheckpointError if another run has written it."""
+        try:
+            found = self._store.index()
+        except NotFetchedError as error:
+            if not error.is_absent:
+                raise
+            return MirrorIndex(self._disk.run_id)
+        if found.run != self._disk.run_id:
+            raise CheckpointError(
+                f"{self._store.url} holds run {found.run}, expected run {self._disk.run_id}; "
+                "choose another checkpoint.mirror, or remove what is there"
+            )
+        return found
+
+    def publish(self, directory: Path, check: Check) -> None:
+        """Make the checkpoint count, once all ranks have uploaded their files."""
+        found = self.read()
+        if (stored := self._index) is None:
+            if self._history is not None:
+                self._refuse_newer(found, self._history)
+            stored = found.until(self._resumed_step)
+        new = StoredCheckpoint.of(directory)
+        if not stored.has(new):
+            run_files = {}
+            for name in RUN_FILES:
+                copy = self._store.scratch / name
+                copy.write_bytes(b"")
+                # Of a file that grows the last line may be half there: readers skip it.
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copyfile(self._disk.root.parent / name, copy)
+                run_files[name] = self._put(f"{new.folder}/{name}", copy, check)
+            for name in (files.INDEX, files.MARKER):  # the marker last
+                self._put(f"{new.folder}/{name}", directory / name, check)
+            new = StoredCheckpoint(new.step, new.index, run_files)
+            stored = stored.adding(new, self._disk.steps(), self._kept)
+            write_text(self._store.scratch / MIRROR_INDEX, stored.to_bytes().decode())
+            self._disk.may_write()
+            self._put(MIRROR_INDEX, self._store.scratch / MIRROR_INDEX, check)
+        self._index = stored
+        self._delete(stored, check)
+
+    def _refuse_newer(self, found: MirrorIndex, history: History) -> None:
+        """Raise CheckpointError if the store has a later step that is not undone.
+
+        The start would have taken it, had it known: the store was away, or another start uses it.
+        """
+        for each in found.checkpoints:
+            if each.step > self._resumed_step:
+                attempt = self._store.read_index(found, each.step).attempt
+                if history.stands(each.step, attempt):
+                    raise CheckpointError(
+                        f"{self._store.url} has step {each.step} of this run, which resumed from "
+                        f"step {self._resumed_step}; nothing is removed there: stop it and start "
+                        f"it again, with --from-step {self._resumed_step} to give that step up"
+                    )
+
+    def _put(self, name: str, path: Path, check: Check) -> Content:
+        content = content_of(path)
+        self._store.put(name, path, content, check)
+        return content
+
+    def _delete(self, stored: MirrorIndex, check: Check) -> None:
+        """Remove what is not kept; a store that does not allow it costs space, not the run."""
+        try:
+            if not self._store.writable.can_delete:
+                raise CheckpointError(
+                    f"{self._store.url}: nothing can be deleted in this kind of store"
+                )
+
+            def may_delete() -> None:
+                check()
+                self._disk.may_write()  # a newer attempt may be uploading what is not listed yet
+
+            self._store.remove_unnamed(stored, may_delete)
+        except UserError as error:
+            if not self._is_deletion_logged:
+                logger.warning("%s; old checkpoints stay there", error)
+            self._is_deletion_logged = True
+
+
+FINISH_SECONDS = 60.0  # of a run that ends or stops, for its last upload
+FINISH_POLL_SECONDS = 0.1
+
+
+def mirror_url(run: RunConfig) -> str:
+    """The URL of the run's mirror; '' if it has none."""
+    base = run.checkpoint.mirror.rstrip("/")
+    return f"{base}/{run.name}" if base else ""
+
+
+class Upload(Transfer):
+    """A rank's part of uploading the checkpoint in `directory`."""
+
+    def __init__(
+        self, directory: Path, reports: RankReports, store: ObjectStore, publication: Publication
+    ) -> None:
+        super().__init__(int(directory.name.removeprefix("step-")), reports)
+        self._directory, self._store, self._publication = directory, store, publication
+        self.started = time.monotonic()
+
+    def _put(self) -> tuple[Report, dict[str, object]]:
+        self._publication.read()  # another run's folder gets no files
+        contents = sorted(read_index(self._directory).files.items())
+        folder = StoredCheckpoint.of(self._directory).folder
+        for name, content in contents[self._reports.rank :: self._reports.num_ranks]:
+            self._store.put(f"{folder}/{name}", self._directory / name, content, self.check)
+        return {}, {}
+
+    def _publish(self, reports: list[Report]) -> None:
+        self._publication.publish(self._directory, self.check)
+
+
+class Mirror:
+    """Uploads checkpoints of one start of a run. All ranks call `agree` and `finish` together.
+
+    They are those of `disk`, up to `saved_step`, which a start from the nodes' disks is after. The
+    store has `uploaded_step`, or nothing (0), as the run resumes from `resumed_step`; `history` is
+    as in `Publication`. `note` is told, on rank 0, the seconds that the upload of a step took, or
+    why the step is not in the store. A context manager: leaving it cancels an upload in progress,
+    which the next start continues. Nothing here raises what a store does.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        disk: Disk,
+        world: World,
+        resumed_step: int,
+        uploaded_step: int,
+        note: Callable[[int, float | str], None],
+        history: History | None = None,
+        saved_step: int | None = None,
+    ) -> None:
+        self.url, self._settings = mirror_url(config), config.checkpoint
+        self._disk, self._world, self._note_step = disk, world, note
+        self._stored_step = uploaded_step
+        self._last_step = resumed_step if saved_step is None else saved_step
+        self._upload: Upload | None = None  # on rank 0: that is in progress
+        self._uploads = 0  # that were started
+        self._failure = ""  # of the last upload
+        if self.url:
+            self._scratch = tempfile.TemporaryDirectory(
+                prefix="xl-pretrain-mirror-", ignore_cleanup_errors=True
+            )
+            self._store = ObjectStore(self.url, Path(self._scratch.name))
+            kept = self._settings
+            self._publication = Publication(self._store, disk, resumed_step, kept, history)
+            self._outage, self._worker = Outage(Patience(math.inf)), Worker("mirror")
+
+    def __enter__(self) -> Mirror:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.url:
+            if self._upload is not None:
+                self._upload.stop()  # without waiting: a store that is silent would delay the run
+            self._worker.end()
+            self._scratch.cleanup()
+
+    def held(self) -> Collection[int]:
+        """The step whose files on disk are needed (rank 0)."""
+        return () if self._upload is None else (self._upload.step,)
+
+    def is_due(self, published_step: int) -> bool:
+        """Whether the checkpoint of this step is to be uploaded now, which rank 0 decides.
+
+        `published_step` is 0 where the rank does not know of a published one.
+        """
+        if not self._lacks(published_step) or self._upload is not None:
+            return False
+        return not self._failure or self._outage.is_due
+
+    def _lacks(self, step: int) -> bool:
+        """Whether the store has another step than this one, as far as rank 0 knows."""
+        return bool(self.url) and self._world.is_main and step not in (0, self._stored_step)
+
+    def agree(self, is_due: bool, last_step: int) -> None:
+        """Upload the last save, that of `last_step`, if rank 0 has found that it `is_due`."""
+        if not self.url:
+            return
+        self._last_step = last_step
+        if self._world.is_main:
+            self._note()
+        if not is_due:
+            return
+        if self._upload is not None:
+            self._upload.stop()  # rank 0 knows of another rank that failed
+        self._uploads += 1
+        name = f"{self._disk.attempt}/upload/{self._uploads}"
+        self._upload = Upload(
+            files.step_directory(self._disk.root, last_step),
+            RankReports(name, self._world.rank, self._world.world_size),
+            self._store,
+            self._publication,
+        )
+        self._worker.add(self._upload.run)  # after the one before: two would write the same files
+
+    def _note(self) -> None:
+        """Note what has become of the upload, and the first of failures in a row."""
+        if self._upload is None or not self._upload.is_ended:
+            return
+        upload, self._upload = self._upload, None
+        if upload.is_published:
+            self._note_step(upload.step, round(time.monotonic() - upload.started, 1))
+            self._stored_step, self._failure = upload.step, ""
+            self._outage.ended()
+        elif upload.problem is not None:
+            self._outage.failed(upload.problem.text, "training continues")
+            if not self._failure:
+                self._note_step(upload.step, upload.problem.text)
+            self._failure = upload.problem.text
+
+    def finish(
+        self,
+        while_waiting: Callable[[], None] = lambda: None,
+        stop_requests: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Return when the last checkpoint, which is published, is in the store, or time is over.
+
+        A request to stop ends the wait.
+        """
+        if not self.url:
+            return
+        step = self._last_step
+        deadline = time.monotonic() + FINISH_SECONDS
+        before, is_over = stop_requests(), False
+        while True:
+            own = [self._lacks(step), self.is_due(step), is_over]
+            is_lacking, is_due, is_over = on_any_rank(own)
+            self.agree(is_due, step)
+            if not is_lacking:
+                return
+            if is_over:
+                break
+            while_waiting()
+            time.sleep(FINISH_POLL_SECONDS)
+            is_over = time.monotonic() > deadline or stop_requests() > before
+        if self._world.is_main:
+            failure = f" ({self._failure})" if self._failure else ""
+            reason = f"not uploaded when the run ended{failure}"
+            self._note_step(step, reason)
+            what = "the checkpoint of step %d is not in %s: %s; it is on disk"
+            logger.warning(what, step, self.url, reason)

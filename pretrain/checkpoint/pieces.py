@@ -1,0 +1,214 @@
+"""Which rank's file has which elements of each parameter. Torch-free.
+
+A key in a file is PARAMETER|START|KIND: the tensor has the elements of the flat parameter from
+START on. The index lists these pieces, so that a reader opens only the files it needs:
+
+    "pieces": {"w": {"kinds": ["exp_avg", "weight"], "runs": [[0, 0, 6, 2], [2, 12, 1, 1]]}}
+
+A run [RANK, START, ELEMENTS, RANKS] stands for RANKS pieces of ELEMENTS each, one after the other
+from START on, in the files of consecutive ranks from RANK on. Here ranks 0 and 1 hold 6 elements
+each, rank 2 the last one. Slices of any ZeRO stage are a few runs per parameter, whatever the
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from foundation.errors import (
+    CheckpointError,
+    UnreadableError,
+)
+from foundation.records import Fields, InvalidField, shown
+
+_KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")
+HOLE = "a piece of {} starts at element {}, expected {}"
+
+
+class PieceRun(NamedTuple):
+    """`ranks` pieces of `elements` each, from element `start` on, in files from `rank` on."""
+
+    rank: int
+    start: int
+    elements: int
+    ranks: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.elements * self.ranks
+
+
+class Piece(NamedTuple):
+    """The elements [start, end) of a parameter, in the file of `rank`."""
+
+    rank: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ParameterPieces:
+    """Where a parameter is: the same pieces for each of its kinds (weight, moments, EMA)."""
+
+    kinds: tuple[str, ...]
+    runs: tuple[PieceRun, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return self.runs[-1].end
+
+    def between(self, start: int, end: int) -> Iterator[Piece]:
+        """Yield the pieces that have some of the elements [start, end), in their order."""
+        for run in self.runs:
+            first = max(0, (start - run.start) // run.elements)
+            last = min(run.ranks, -(-(end - run.start) // run.elements))
+            for n in range(first, last):
+                at = run.start + n * run.elements
+                yield Piece(run.rank + n, at, at + run.elements)
+
+
+Pieces = dict[str, ParameterPieces]  # by the parameter's name
+
+
+def piece_key(parameter: str, start: int, kind: str) -> str:
+    """Return the key of a piece in its file."""
+    return f"{parameter}|{start}|{kind}"
+
+
+def piece_report(elements: Mapping[str, int], rank: int) -> dict[str, Any]:
+    """Return what a rank reports of the keys in its file and their numbers of elements.
+
+    A piece is [OFFSET, ELEMENTS], from element rank x ELEMENTS + OFFSET on: so the reports of ranks
+    that hold equal slices of every parameter (stage 3) are equal, and rank 0 merges them as one.
+    """
+    kinds: dict[str, dict[str, list[tuple[int, int]]]] = {}
+    for key, count in elements.items():
+        match = _KEY.fullmatch(key)
+        assert match, key
+        pieces = kinds.setdefault(match[1], {}).setdefault(match[3], [])
+        pieces.append((int(match[2]) - rank * count, count))
+    report = {}
+    for parameter, by_kind in kinds.items():
+        (pieces,) = {tuple(sorted(each)) for each in by_kind.values()}
+        report[parameter] = {"kinds": sorted(by_kind), "pieces": [list(each) for each in pieces]}
+    return report
+
+
+def merged_pieces(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the index's `pieces` from the ranks' reports, in rank order."""
+    kinds: dict[str, list[str]] = {}
+    runs: dict[str, list[PieceRun]] = {}
+    rank = 0
+    for report, equal in itertools.groupby(reports):
+        ranks = len(list(equal))
+        for parameter, held in report.items():
+            assert kinds.setdefault(parameter, held["kinds"]) == held["kinds"], parameter
+            runs.setdefault(parameter, []).extend(
+                PieceRun(rank, rank * elements + offset, elements, ranks)
+                for offset, elements in held["pieces"]
+            )
+        rank += ranks
+    return {
+        name: {"kinds": kinds[name], "runs": [list(run) for run in _joined(each)]}
+        for name, each in runs.items()
+    }
+
+
+def _joined(runs: list[PieceRun]) -> list[PieceRun]:
+    """Return the runs in order of their starts, those that continue each other as one."""
+    found: list[PieceRun] = []
+    for run in sorted(runs, key=lambda each: each.start):
+        last = found[-1] if found else None
+        if last and (last.rank + last.ranks, last.end, last.elements) == run[:3]:
+            found[-1] = last._replace(ranks=last.ranks + run.ranks)
+        else:
+            found.append(run)
+    return found
+
+
+def parsed_pieces(index: Mapping[str, Any], world_size: int) -> Pieces:
+    """Return the pieces in an index; InvalidField unless all fields are right.
+
+    Also if elements of a parameter are missing or there twice: counts may add up even so, and what
+    a piece does not fill is whatever was in memory.
+    """
+    found: Pieces = {}
+    for name, entry in Fields(index).tree("pieces").items():
+        if not isinstance(entry, dict) or entry.keys() != {"kinds", "runs"}:
+            raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
+        kinds, runs = entry["kinds"], entry["runs"]
+        are_lists = isinstance(kinds, list) and isinstance(runs, list) and kinds and runs
+        if not are_lists or not all(isinstance(kind, str) for kind in kinds):
+            raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
+        end, held = (
+            0,
+            ParameterPieces(tuple(kinds), tuple(_parsed_run(each, world_size) for each in runs)),
+        )
+        for run in held.runs:
+            if run.start != end:
+                raise InvalidField(HOLE.format(shown(name), run.start, end))
+            end = run.end
+        found[name] = held
+    return found
+
+
+def _parsed_run(value: object, world_size: int) -> PieceRun:
+    if isinstance(value, list) and len(value) == 4 and all(type(n) is int for n in value):
+        run = PieceRun(*value)
+        fits = run.rank >= 0 and run.ranks >= 1 and run.rank + run.ranks <= world_size
+        if fits and run.start >= 0 and run.elements >= 1 and run.end < 1 << 53:
+            return run
+    raise InvalidField(f"pieces has the run {shown(value)}, expected pieces of ranks")
+
+
+def rank_elements(pieces: Pieces, rank: int) -> dict[str, int]:
+    """Return the keys that are in the file of a rank, and their numbers of elements."""
+    return {
+        piece_key(name, run.start + (rank - run.rank) * run.elements, kind): run.elements
+        for name, held in pieces.items()
+        for run in held.runs
+        if run.rank <= rank < run.rank + run.ranks
+        for kind in held.kinds
+    }
+
+
+def require_pieces(path: Path, expected: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless the file has these pieces, each with so many elements.
+
+    The rest of the file, memories and random-number state, is checked when it is read.
+    """
+    with open_tensors(path, framework="numpy") as handle:
+        keys = [key for key in handle.keys() if "|" in key]  # noqa: SIM118
+        shapes = {key: handle.get_slice(key).get_shape() for key in keys}
+    wanted = {key: [count] for key, count in expected.items()}
+    for key in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(key) != wanted.get(key):
+            raise CheckpointError(
+                f"{path}: found {shown(key)} of shape {shapes.get(key, 'none')}, the index has "
+                f"{wanted.get(key, 'none')}; use another checkpoint"
+            )
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """Open a file of tensors; CheckpointError if it is none, or lacks what the block reads.
+
+    UnreadableError if it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework=framework) as handle:
+            yield handle
+    except OSError as error:
+        reason = error.strerror or str(error).partition(": ")[0]
+        raise UnreadableError(f"{path}: cannot be read any more: {reason}") from None
+    except (SafetensorError, RuntimeError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: not the tensors of a checkpoint ({reason})") from None

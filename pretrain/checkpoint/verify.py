@@ -1,0 +1,224 @@
+"""Verifying checkpoints, and finding the latest valid one. Torch-free.
+
+`verify` alone decides whether a checkpoint is good: marker -> index -> files is a chain of hashes
+over every byte, which anything truncated, exchanged between ranks or copied from another step
+breaks. It reads everything, so the questions that are asked often (what to prune, how far a run is)
+go to `counts`: marker, index and sizes are right, and no start has rejected the checkpoint, which
+leaves a note in it (`REFUSED`). There is no `latest` link to go stale: the latest valid checkpoint
+is found by verifying from the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from foundation.errors import (
+    CheckpointError,
+    OtherVersionError,
+    PrunedError,
+    UnreadableError,
+)
+from foundation.files import (
+    Content,
+    read_together,
+    sha256_of,
+    write_text,
+)
+from pretrain.checkpoint.directory import (
+    REFUSED,
+    rank_file,
+    step_directory,
+    steps_on_disk,
+)
+from pretrain.checkpoint.index import (
+    Checkpoint,
+    Lease,
+    read_index,
+    read_whole,
+    reading,
+)
+from pretrain.checkpoint.pieces import rank_elements, require_pieces
+
+
+def rank_share(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Return the numbers of the files that a rank hashes: consecutive ones, of equal bytes.
+
+    With as many ranks as saved it, a rank hashes about what it will read, so that its node has that
+    in memory by then. A file is hashed by one rank: with more ranks than files, some have nothing.
+    """
+    total = sum(sizes) or 1
+    share, before = [], 0
+    for number, size in enumerate(sizes):
+        middle = min(before + size / 2, total - 0.5)
+        if int(middle * world_size / total) == rank:
+            share.append(number)
+        before += size
+    return share
+
+
+def verify(directory: Path, run_id: str = "") -> Checkpoint:
+    """Read and check a checkpoint of the run; CheckpointError names the first file that is wrong.
+
+    Whatever keeps a file from being read is an error of that kind, too.
+    """
+    found = read_index(directory, run_id)
+    check_share(found)
+    return found
+
+
+def verify_and_keep(directory: Path, run_id: str = "") -> Checkpoint:
+    """Verify a checkpoint of a run that may train: it is not pruned as long as the result is there.
+
+    PrunedError if it was before. Where nothing can be locked, it may go at any moment.
+    """
+    lease = Lease(directory)
+    try:
+        return replace(verify(directory, run_id), lease=lease)
+    except CheckpointError:
+        if directory.is_symlink() or directory.exists():
+            raise
+        raise PrunedError(f"{directory}: pruned while it was read") from None
+
+
+def check_share(found: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
+    """Read and check a rank's share of the files; CheckpointError as above.
+
+    Ranks that verify together call it after one of them has read the index for all.
+    """
+    sizes = [report["bytes"] for report in found.rank_reports]
+    for number in rank_share(sizes, rank, world_size):
+        path = found.directory / rank_file(number)
+        _check_contents(path, found.files)
+        require_pieces(path, rank_elements(found.pieces, number))
+
+
+def counts(directory: Path) -> bool:
+    """Whether marker, index and sizes are right and no start has refused the checkpoint."""
+    try:
+        check_sizes(directory, read_index(directory).rank_reports)
+        return not (directory / REFUSED).exists()
+    except (CheckpointError, OSError):
+        return False
+
+
+def steps_that_count(root: Path) -> list[int]:
+    """Return the steps of the checkpoints that `counts`, oldest first."""
+    return [step for step in steps_on_disk(root) if counts(step_directory(root, step))]
+
+
+def latest_step(root: Path, before: int | None = None) -> int:
+    """Return how far a run is: the step of its latest checkpoint that `counts`; 0 if none does."""
+    steps = reversed([each for each in steps_on_disk(root) if before is None or each < before])
+    return next((step for step in steps if counts(step_directory(root, step))), 0)
+
+
+def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Checkpoint | None:
+    """Return the latest checkpoint that verifies and belongs to the run; None if there are none.
+
+    `say` gets a line for each checkpoint that is skipped. Raises CheckpointError if there are
+    checkpoints and none is valid: to start from scratch would throw the run away.
+    """
+    while True:
+        steps = [step for step in steps_on_disk(root) if not _is_undone(step_directory(root, step))]
+        found, refused = newest_valid(
+            steps, lambda step: verify_and_keep(step_directory(root, step), run_id)
+        )
+        pruned = [step for step, error in refused if isinstance(error, PrunedError)]
+        if found is not None or not pruned:
+            break  # else newer ones are there by now
+    for step, error in refused:
+        if step not in pruned:
+            say(rejection(str(error), step_name(found)))
+    if steps and found is None:
+        raise no_valid_checkpoint(root, refused)
+    return found
+
+
+Refused = list[tuple[int, CheckpointError]]
+UNDONE = "from before the run went back"  # starts the note of what is no part of its history
+
+
+def newest_valid(
+    steps: Sequence[int], get: Callable[[int], Checkpoint]
+) -> tuple[Checkpoint | None, Refused]:
+    """Return the last of the steps that `get` accepts, and why it did not accept later ones.
+
+    One of another version is no damage: OtherVersionError.
+    """
+    refused: Refused = []
+    for step in reversed(steps):
+        try:
+            return get(step), refused
+        except OtherVersionError:
+            raise
+        except CheckpointError as error:
+            refused.append((step, error))
+    return None, refused
+
+
+def no_valid_checkpoint(root: Path, refused: Refused) -> CheckpointError:
+    """What to raise where all checkpoints were refused; UnreadableError if storage failed once."""
+    may_pass = any(isinstance(error, UnreadableError) for _, error in refused)
+    return (UnreadableError if may_pass else CheckpointError)(
+        f"{root}: none of its {len(refused)} checkpoints is valid; of the latest, {refused[0][1]}; "
+        "put back a copy, or start the run to resume from its mirror"
+    )
+
+
+def rejection(reason: str, used: str = "") -> str:
+    """The line about a checkpoint that is skipped, and what is `used` instead."""
+    return f"checkpoint rejected: {reason}" + (f"; using {used}" if used else "")
+
+
+def step_name(found: Checkpoint | None) -> str:
+    """`step 100`, or '' for none."""
+    return f"step {found.step}" if found else ""
+
+
+def note_refusal(directory: Path, refused: str) -> None:
+    """Note in the checkpoint why it was refused, for `counts`; '' removes the note."""
+    # A disk that cannot be written does not matter: the next start reads everything again.
+    with contextlib.suppress(OSError):
+        if refused:
+            write_text(directory / REFUSED, refused + "\n")
+        else:
+            (directory / REFUSED).unlink(missing_ok=True)
+
+
+def _is_undone(directory: Path) -> bool:
+    with contextlib.suppress(CheckpointError):
+        return read_whole(directory / REFUSED).startswith(UNDONE.encode())
+    return False
+
+
+def _check_contents(path: Path, files: Mapping[str, Content]) -> None:
+    _check_size(path, files[path.name].bytes)
+    with reading(path):
+        sha256 = sha256_of(path)
+    if sha256 == files[path.name].sha256:
+        return
+    raise CheckpointError(f"{path}: its contents changed since it was written")
+
+
+def check_sizes(directory: Path, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError unless all ranks' files are there, with the sizes that they report."""
+    sizes = {directory / rank_file(rank): each["bytes"] for rank, each in enumerate(reports)}
+    read_together(lambda path: _check_size(path, sizes[path]), list(sizes))
+
+
+def _check_size(path: Path, expected: int) -> None:
+    if (size := _size(path)) != expected:
+        raise CheckpointError(f"{path}: found {size} bytes, expected {expected}")
+
+
+def _size(path: Path) -> int:
+    with reading(path):
+        found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: not a file")
+    return found.st_size
