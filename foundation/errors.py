@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from foundation.credentials import redacted
@@ -64,6 +64,16 @@ class UndoneError(CheckpointError):
 
 class PrunedError(CheckpointError):
     """A run that trains has removed a checkpoint, as it keeps only the latest."""
+
+
+@contextlib.contextmanager
+def named_setting(name: str) -> Iterator[None]:
+    """Begin the text of a user's error with the setting that it is about."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (f"{name}: {error}",)
+        raise
 
 
 def own_status(error: Exception) -> int:

@@ -44,6 +44,7 @@ from pretrain.config.run import (
     describe_phase,
     lane_seed_at,
     lanes_of_rank,
+    mixture_setting,
     run_at,
     runs_of_phases,
 )
@@ -419,7 +420,8 @@ def _evaluator(
 def _open_lanes(process: RankProcess, config: RunConfig, state: TrainState) -> LaneStream:
     """This rank's lanes from the state's cursor on."""
     world, data, seed = process.world, config.data, lane_seed_at(config, state.step)
-    corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hashes)
+    setting = mixture_setting(process.config, state.step)
+    corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hashes, setting)
     lanes = lanes_of_rank(config, world.rank, world.world_size)
     corpus.check_capacity(ranks_on_this_node() * (len(lanes) + SHARDS_BESIDE_LANES))
     length = config.lane_tokens_per_step

@@ -20,7 +20,7 @@ from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, Manifest
 from data_pipeline.lanes.lane_plan import LanePlan, key_of, permutation
 from data_pipeline.lanes.segment_batch import LaneCursor
 from data_pipeline.shards.shards import ShardReader
-from foundation.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError, named_setting
 
 FINEST_REPEAT = 10_000  # repeats are rounded to fractions with at most this denominator
 
@@ -106,27 +106,26 @@ def open_mixture(
     split: str = "train",
     cache: CacheConfig | None = None,
     hashes: Sequence[str] = (),
+    setting: str = "data.mixture",
 ) -> Mixture:
     """Open the corpora of `parts`. Weights become repeats, the smallest of which is one.
 
-    DataError unless each has one of the hashes, if there are any.
+    DataError unless each has one of the hashes, if there are any. Errors name the `setting`.
     """
     if len({bool(part.weight) for part in parts}) > 1:
         raise ConfigError(
-            "some parts of the mixture have a weight and some have none; "
-            "give all of them one, or none"
+            f"{setting}: some parts have a weight and some have none; give all of them one, or none"
         )
     cache = cache or CacheConfig()
     corpora = []
     for number, part in enumerate(parts):
-        try:
+        with named_setting(f"{setting}.{number}.path"):
             directory = pinned_directory(part.path, cache, hashes)
             corpora.append(Corpus.open(directory / split, cache=cache))
-        except DataError as error:
-            raise DataError(f"path of part {number} of the mixture: {error}") from None
-    if not parts[0].weight:
-        return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
-    return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))
+    with named_setting(setting):
+        if not parts[0].weight:
+            return Mixture(corpora, exact_repeats([part.repeat or 1.0 for part in parts]))
+        return Mixture(corpora, repeats_of_weights(corpora, [part.weight for part in parts]))
 
 
 def open_training_data(
@@ -134,21 +133,26 @@ def open_training_data(
     parts: Sequence[MixturePart],
     cache: CacheConfig | None = None,
     hashes: Sequence[str] = (),
+    setting: str = "data.mixture",
 ) -> Corpus | Mixture:
     """Open the corpus at `path`, or the mixture, which must share the tokenizer of `path`.
 
-    DataError unless each corpus has one of the hashes, if there are any.
+    DataError unless each corpus has one of the hashes, if there are any. `setting` names the
+    mixture in errors.
     """
     cache = cache or CacheConfig()
-    path = pinned_directory(path, cache, hashes)
-    if not parts:
-        return Corpus.open(path / "train", cache=cache)
-    mixture = open_mixture(parts, cache=cache, hashes=hashes)
-    if (found := tokenizer_of(path).fingerprint) != mixture.manifest.tokenizer:
+    with named_setting("data.path"):
+        path = pinned_directory(path, cache, hashes)
+        if not parts:
+            return Corpus.open(path / "train", cache=cache)
+    mixture = open_mixture(parts, cache=cache, hashes=hashes, setting=setting)
+    with named_setting("data.path"):
+        fingerprint = tokenizer_of(path).fingerprint
+    if fingerprint != mixture.manifest.tokenizer:
         raise DataError(
-            f"the mixture was made with the tokenizer {mixture.manifest.tokenizer[:16]}, "
-            f"{path / TOKENIZER_DIRECTORY} is {found[:16]}; set data.path to a corpus with the "
-            "mixture's tokenizer: validation and generation use it"
+            f"{setting} was made with the tokenizer {mixture.manifest.tokenizer[:16]}, "
+            f"{path / TOKENIZER_DIRECTORY} is {fingerprint[:16]}; set data.path to a corpus with "
+            "the mixture's tokenizer: validation and generation use it"
         )
     return mixture
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from data_pipeline.config import MixturePart
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, read_manifest, read_vocab_size
-from foundation.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError, named_setting
 from foundation.files import YAML_SUFFIXES, absolute, path_text, url_of
 from foundation.settings import LONGEST_NAME
 from pretrain.config.model import Precision
-from pretrain.config.run import RunConfig, runs_of_phases
+from pretrain.config.run import RunConfig, mixture_setting, run_at, runs_of_phases
 
 VALIDATION = SPLITS[1]
 
@@ -67,14 +67,12 @@ def splits_of_sets(run: RunConfig) -> dict[str, Path]:
     expected = read_manifest(run.data.directory() / VALIDATION).tokenizer
     for each in sets:
         split = split_of(each.path)
-        corpus = pinned_directory(split.parent, run.data.cache, each.manifest_hashes)
-        directory = corpus / split.name
-        if each.is_part and not (directory / MANIFEST_NAME).is_file():
-            continue
-        try:
+        with named_setting(f"evaluation.sets.{each.name}"):
+            corpus = pinned_directory(split.parent, run.data.cache, each.manifest_hashes)
+            directory = corpus / split.name
+            if each.is_part and not (directory / MANIFEST_NAME).is_file():
+                continue
             tokenizer = read_manifest(directory).tokenizer
-        except DataError as error:
-            raise DataError(f"evaluation.sets.{each.name}: {error}") from None
         if tokenizer != expected:
             raise DataError(
                 f"evaluation.sets.{each.name}: {path_text(each.path)} was made with the tokenizer "
@@ -126,12 +124,16 @@ def resolve(config: RunConfig) -> RunConfig:
     from data_pipeline.lanes.mixture import open_training_data, plan_of
 
     corpus = None
-    for phase in runs_of_phases(config):
+    for step in (0, *(phase.from_step for phase in config.data.phases)):
+        phase, setting = run_at(config, step), mixture_setting(config, step)
         data = phase.data
-        corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hashes)
+        corpus = open_training_data(
+            data.path, data.mixture, data.cache, data.manifest_hashes, setting
+        )
         check_lanes(plan_of(corpus, data.lanes, phase.seed), corpus.manifest.longest_whole)
     assert corpus is not None
-    read_manifest(config.data.directory() / VALIDATION)
+    with named_setting("data.path"):
+        read_manifest(config.data.directory() / VALIDATION)
     splits_of_sets(config)
     # The same in all corpora. Settings that say another one are of a model without this corpus.
     size = tokenizer_of(corpus.tokenizer_directory.parent).vocab_size

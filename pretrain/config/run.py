@@ -419,6 +419,13 @@ def run_at(run: RunConfig, step: int) -> RunConfig:
     return replace(run, data=data)
 
 
+def mixture_setting(run: RunConfig, step: int) -> str:
+    """Return the name of the setting that the mixture of a step is from."""
+    phases = run.data.phases[: phase_at(run, step)]
+    numbers = [number for number, phase in enumerate(phases) if phase.mixture]
+    return f"data.phases.{numbers[-1]}.mixture" if numbers else "data.mixture"
+
+
 def runs_of_phases(run: RunConfig) -> list[RunConfig]:
     """The run in each of its phases."""
     return [run_at(run, step) for step in (0, *(phase.from_step for phase in run.data.phases))]

@@ -33,7 +33,7 @@ from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
-from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.errors import CheckpointError, ConfigError, DataError, named_setting
 from foundation.files import (
     fsync_file,
     make_directory,
@@ -257,10 +257,8 @@ def check_initial_weights(run: RunConfig) -> None:
     export = run.initial_weights
     if export is None:
         return
-    try:
+    with named_setting("initial_weights"):
         tree = checked_export(export)
-    except CheckpointError as error:
-        raise CheckpointError(f"initial_weights: {error}") from None
     _refuse_other_tokens(run, export)
     with open_tensors(export / WEIGHTS) as handle:
         names = handle.keys()

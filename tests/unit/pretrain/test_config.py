@@ -9,7 +9,7 @@ import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
-from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.errors import CheckpointError, ConfigError, DataError, UserError
 from foundation.settings import load_config
 from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
 from pretrain.config.run import (
@@ -31,6 +31,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import check_initial_weights, write_export
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.models import TINY
 
 # Settings -> what the message must name.
@@ -188,6 +189,39 @@ def test_a_missing_corpus_is_named_by_its_absolute_path(tmp_path: Path, monkeypa
         with_vocabulary(run)
     with pytest.raises(DataError, match=f"{tmp_path}/p/train"):
         resolve(run)
+
+
+LOST_AFTER_OTHERS = (MixturePart(path=Path("c")), MixturePart(path=Path("lost")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"path": Path("lost")}, "data.path"),
+        ({"mixture": LOST_AFTER_OTHERS}, "data.mixture.1.path"),
+        (
+            {
+                "mixture": LOST_AFTER_OTHERS[:1],
+                "phases": (
+                    PhaseConfig(from_step=5, lanes=1),
+                    PhaseConfig(from_step=6, mixture=LOST_AFTER_OTHERS),
+                    PhaseConfig(from_step=7, segment_length=8),
+                ),
+            },
+            "data.phases.1.mixture.1.path",
+        ),
+        ({"mixture": (MixturePart(path=Path("c"), repeat=1e-9),)}, "data.mixture"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used_is_named_with_its_setting(
+    tmp_path: Path, monkeypatch, settings: dict, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_tiny_corpus(tmp_path / "c")
+    data = DataConfig(**{"path": Path("c"), "lanes": 1, "segment_length": 16, **settings})
+    with pytest.raises(UserError) as error:
+        resolve(RunConfig(data=data))
+    assert str(error.value).startswith(f"{name}: ")
 
 
 MODEL = replace(TINY, d_inner=0, positions="rope")
