@@ -2,7 +2,6 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
-UV := 0.13.9
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
@@ -17,11 +16,11 @@ help:  ## what there is
 
 venv: $(STAMP)  ## the environment in .venv, from requirements.lock
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock requirements-uv.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "error: $(PYTHON) is older than Python 3.10; say which one to use: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv==$(UV)
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements-uv.lock
 	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@echo "compiling bytecode once, so that every later start is quick"
@@ -35,12 +34,13 @@ $(DEV_STAMP): requirements-dev.lock $(STAMP)
 
 # Universal: one lock for every supported Python and platform. Versions stay unless pyproject.toml or
 # UPGRADE=--upgrade asks for others.
-COMPILE = $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.10 --generate-hashes \
+COMPILE = $(BIN)/uv pip compile --universal --python-version 3.10 --generate-hashes \
 	--no-header --no-annotate --quiet $(UPGRADE)
 
-lock: $(STAMP)  ## pin the versions and hashes of requirements.lock and requirements-dev.lock again
-	$(COMPILE) --extra parquet -o requirements.lock
-	$(COMPILE) --extra dev --constraint requirements.lock -o requirements-dev.lock
+lock: $(STAMP)  ## pin the versions and hashes of the three lock files again
+	$(COMPILE) pyproject.toml --extra parquet -o requirements.lock
+	$(COMPILE) pyproject.toml --extra dev --constraint requirements.lock -o requirements-dev.lock
+	echo uv | $(COMPILE) - -o requirements-uv.lock
 
 # Stories to read, and to run by hand line by line: settings such as CORPUS=DIR reach them through the environment.
 EXAMPLE = bash -ex examples/$@.sh

@@ -17,7 +17,7 @@ from foundation.errors import UserError, os_error_text, remedy_of
 from foundation.ownership import is_of_another_user
 from foundation.progress import duration
 from foundation.settings import load_config
-from launcher.slurm.client import JobRecord, QueuedJob, Slurm, node_names
+from launcher.slurm.client import BrokenAnswer, JobRecord, QueuedJob, Slurm, node_names
 from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.verify import latest_step
@@ -522,9 +522,18 @@ def with_queue(states: Sequence[RunState], slurm: Slurm | None = None) -> list[R
     jobs = [state.job for state in unknown if state.job]
     if not jobs:
         return list(states)
-    slurm = slurm or Slurm()
+    slurm, queue, unreadable = slurm or Slurm(), list[QueuedJob](), set[str]()
     try:
-        queued = {job.address: job for job in slurm.jobs(jobs)}
+        try:
+            queue = slurm.jobs(jobs)
+        except BrokenAnswer as error:
+            queue = error.whole
+            unreadable = {*jobs} - {job.address for job in queue}
+            if unreadable:
+                names = ", ".join(sorted(unreadable))
+                _log.warning("job %s: derived from the directory alone: %s", names, error)
+        queued = {job.address: job for job in queue}
+        jobs = [job for job in jobs if job not in unreadable]
         # Only about those that the controller has forgotten, or that may have run before.
         records = slurm.records([j for j in jobs if j not in queued or queued[j].is_pending])
     except UserError as error:
@@ -532,7 +541,7 @@ def with_queue(states: Sequence[RunState], slurm: Slurm | None = None) -> list[R
         return list(states)
     joint = list(states)
     for index, state in enumerate(states):
-        if state.job:
+        if state.job and state.job not in unreadable:
             own = [record for record in records if record.address == state.job]
             joint[index] = joined(state, queued.get(state.job), own)
     return joint

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from foundation.errors import ConfigError, UserError
 from foundation.retry import CLOCK, Clock
@@ -61,6 +61,14 @@ _log = logging.getLogger(__name__)
 
 class SlurmUnreachable(UserError):
     """The controller did not respond: nothing is known about any job."""
+
+
+class BrokenAnswer(SlurmUnreachable):
+    """Parts of an answer cannot be read; `whole` are its other records, or the jobs in them."""
+
+    def __init__(self, message: str, whole: list[Any]) -> None:
+        super().__init__(message)
+        self.whole = whole
 
 
 @dataclass(frozen=True)
@@ -285,11 +293,18 @@ class Slurm:
     def _squeue(self, *which: str) -> list[QueuedJob]:
         try:
             records = self._records(["squeue", "-r", "-t", "all", *which], _JOB_FIELDS)
+            problem = ""
         except _UnknownJob:
             return []
-        if strange := [record for record in records if not _JOB.fullmatch("|".join(record))]:
-            raise SlurmUnreachable(f"Slurm did not answer; found the job {strange[0]}")
-        return sorted((QueuedJob(*record) for record in records), key=lambda job: int(job.id))
+        except BrokenAnswer as error:
+            records, problem = error.whole, str(error)
+        readable = [record for record in records if _JOB.fullmatch("|".join(record))]
+        jobs = sorted((QueuedJob(*record) for record in readable), key=lambda job: int(job.id))
+        if strange := [record for record in records if record not in readable]:
+            problem = f"Slurm did not answer; found the job {strange[0]}"
+        if problem:
+            raise BrokenAnswer(problem, jobs)
+        return jobs
 
     def _records(self, command: Sequence[str], fields: Sequence[str]) -> list[list[str]]:
         """The records that squeue or sinfo lists, without their header."""
@@ -351,12 +366,13 @@ def run_command(command: Sequence[str], seconds: float) -> subprocess.CompletedP
 def records_in(printed: str, num_fields: int) -> list[list[str]]:
     """The records between our marks, the header first; all other lines are somebody else's.
 
-    SlurmUnreachable without a header, or if a record is cut or has other fields.
+    BrokenAnswer without a header, or if a record is cut or has other fields.
     """
     records = [record.split("|", num_fields - 1) for record in _RECORD.findall(printed)]
     num_begun = sum(line.startswith(_START) for line in printed.splitlines())
-    if not records or num_begun != len(records) or any(len(r) != num_fields for r in records):
-        raise SlurmUnreachable(f"Slurm did not answer; found {_shown(printed)}")
+    whole = [record for record in records if len(record) == num_fields]
+    if not records or not num_begun == len(records) == len(whole):
+        raise BrokenAnswer(f"Slurm did not answer; found {_shown(printed)}", whole[1:])
     return records
 
 

@@ -30,6 +30,7 @@ from foundation.files import (
     write_text,
 )
 from pretrain.checkpoint.directory import (
+    INDEX,
     REFUSED,
     rank_file,
     step_directory,
@@ -43,6 +44,8 @@ from pretrain.checkpoint.index import (
     reading,
 )
 from pretrain.checkpoint.pieces import rank_elements, require_pieces
+
+MOST_REFUSED_BYTES = 1 << 28  # of indexes that are read in vain for the latest step
 
 
 def rank_share(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
@@ -112,9 +115,20 @@ def steps_that_count(root: Path) -> list[int]:
 
 
 def latest_step(root: Path, before: int | None = None) -> int:
-    """Return how far a run is: the step of its latest checkpoint that `counts`; 0 if none does."""
-    steps = reversed([each for each in steps_on_disk(root) if before is None or each < before])
-    return next((step for step in steps if counts(step_directory(root, step))), 0)
+    """Return how far a run is: the step of its latest checkpoint that `counts`; 0 if none does.
+
+    Gives up after MOST_REFUSED_BYTES of wrong indexes: sparse files cost another user nothing.
+    """
+    left = MOST_REFUSED_BYTES
+    for step in reversed(steps_on_disk(root)):
+        if before is None or step < before:
+            if counts(directory := step_directory(root, step)):
+                return step
+            with contextlib.suppress(OSError):
+                left -= (directory / INDEX).stat().st_size
+            if left < 0:
+                break
+    return 0
 
 
 def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Checkpoint | None:

@@ -48,6 +48,11 @@ def describe_exit(status: int) -> str:
         return f"exited with status {status}"
     if ended_by_watchdog(status):
         return "was ended by its watchdog"
+    if -status == signal.SIGBUS:
+        return (
+            "was killed by SIGBUS: a file that it had mapped, such as a shard, was cut or cannot "
+            "be read, or /dev/shm is full"
+        )
     with contextlib.suppress(ValueError):
         return f"was killed by {signal.Signals(-status).name}"
     return f"was killed by signal {-status}"

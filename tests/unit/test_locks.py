@@ -23,9 +23,20 @@ def packages(name: str) -> dict[tuple[str, str, str], list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["requirements.lock", "requirements-dev.lock"])
-def test_every_locked_package_has_hashes(name):
-    for package, hashes in packages(name).items():
+def test_what_installs_has_hashes_of_all_that_it_installs():
+    recipe = re.search(r"^\$\(STAMP\).*?# Universal", (ROOT / "Makefile").read_text(), re.M | re.S)
+    assert recipe is not None
+    installs = re.findall(r"pip install .*", recipe[0])
+    locked = [re.search(r"--require-hashes -r (\S+\.lock)$", line) for line in installs]
+    others = [line for line, lock in zip(installs, locked, strict=True) if not lock]
+    assert [line.split()[-2:] for line in others] == [["-e", "."]]
+    assert {lock[1] for lock in locked if lock} == {path.name for path in ROOT.glob("*.lock")}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.lock")), ids=lambda path: path.name)
+def test_every_locked_package_has_hashes(path):
+    assert packages(path.name)
+    for package, hashes in packages(path.name).items():
         assert hashes, package
         assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), package
 

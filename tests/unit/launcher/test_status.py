@@ -236,6 +236,17 @@ def test_without_an_answer_the_states_of_the_directories_stand_with_a_warning(ca
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize(
+    "broken", ["18|18|N/A|RUN", "18|18|N/A|run?|None||N/A|/runs/books", "18|18|extra", "18"]
+)
+def test_a_broken_line_of_the_queue_leaves_the_other_jobs_as_they_are(caplog, broken):
+    lines = [f"{job}|{job}|N/A|RUNNING|None||N/A|/runs/books" for job in (17, 19)]
+    runs = [replace(RUN, job=job) for job in ("17", "18", "19")]
+    found = with_queue(runs, scripted(records(lines[0], broken, lines[1])))
+    assert [state.state for state in found] == ["running", RUN.state, "running"]
+    assert "job 18: " in "".join(caplog.messages)
+
+
 def test_slurm_is_not_asked_about_runs_it_never_had_or_that_are_done():
     never = replace(RUN, job=None)
     done = replace(RUN, state=State.DONE)

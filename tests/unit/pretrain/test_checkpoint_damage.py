@@ -383,6 +383,16 @@ def test_holes_of_40_gib_in_a_checkpoint_cost_no_memory(tmp_path, name):
         assert latest_step(tmp_path) == 0
 
 
+def test_indexes_that_are_refused_are_read_for_a_while_only(tmp_path, monkeypatch):
+    for number in range(1, 10):
+        step = publish_step(tmp_path, number)
+        if number > 1:
+            (step / files.INDEX).write_bytes(bytes(1000))
+    assert latest_step(tmp_path) == 1
+    monkeypatch.setattr("pretrain.checkpoint.verify.MOST_REFUSED_BYTES", 5000)
+    assert latest_step(tmp_path) == 0
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     """A run with checkpoints of steps 10 to 40."""

@@ -207,6 +207,7 @@ def test_the_rank_that_failed_by_itself_is_the_one_reported(tmp_path):
     assert rest == ["  | line 39", "  | boom"]
     assert describe_failure([0, EXIT_STOPPED], logs) == ""
     assert "SIGKILL" in describe_exit(-9)
+    assert "/dev/shm" in describe_exit(-signal.SIGBUS)
 
 
 STEPS_THEN_WAITS = """
