@@ -54,18 +54,8 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         help="name of the column of a role: parameters, tokens, loss, flops, budget, name, "
         "progress, holdout or excluded",
     )
-    add("--where", action="append", default=[], metavar="COLUMN=VALUE", help="use only these rows")
-    add(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="COLUMN=VALUE: REASON",
-        help="leave these rows out, for the reason given",
-    )
-    unit = "factor of a role's column: parameters=1e6 where N is in millions"
-    add("--unit", action="append", default=[], metavar="ROLE=FACTOR", help=unit)
-    held = "predict these rows instead of fitting them"
-    add("--holdout", action="append", default=[], metavar="COLUMN=VALUE", help=held)
+    leave = "leave the run of this name out; a table's column 'excluded' says it with a reason"
+    add("--exclude", action="append", default=[], metavar="NAME", help=leave)
 
 
 def add_question(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +103,7 @@ def add_family(parser: argparse._ActionsContainer) -> None:
 def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:
     """The rule of rates and batches that the flags of `add_family` name."""
     if arguments.tuned:
-        from pretrain.scaling.variants import TunedRule, read_rungs
+        from pretrain.scaling.learning_rate import TunedRule, read_rungs
 
         return TunedRule(rungs=read_rungs(arguments.tuned), base_width=base.model.base_width)
     rule = RULES[arguments.rule]

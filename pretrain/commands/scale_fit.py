@@ -47,7 +47,7 @@ from pretrain.scaling.frontier import Approach
 from pretrain.scaling.law import amount, as_loss, shown
 from pretrain.scaling.recipe import FAR_SIZE, Family, with_budget
 from pretrain.scaling.report import fit_lines, fit_tree, write_report
-from pretrain.scaling.table import Columns, Points, read_points, units_of
+from pretrain.scaling.table import Columns, Points, read_points
 from pretrain.sweeps.cells import cells_directory, cells_of
 from pretrain.sweeps.sweep_file import read_sweep
 from pretrain.terminal.text import counted, fitted_table
@@ -100,14 +100,8 @@ def points_of(arguments: argparse.Namespace) -> Points:
             f"{arguments.runs} is no table of runs; if it is a sweep, name the runs.csv that "
             f"'pretrain scale collect {arguments.runs}' writes"
         )
-    return read_points(
-        arguments.runs,
-        Columns.parse(arguments.column),
-        where=arguments.where,
-        exclude=arguments.exclude,
-        holdout=arguments.holdout,
-        units=units_of(arguments.unit),
-    )
+    columns = Columns.parse(arguments.column)
+    return read_points(arguments.runs, columns, exclude=arguments.exclude)
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,12 +205,12 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the report."""
-    from pretrain.scaling.variants import rows_of_comparison, write_comparison
+    from pretrain.comparisons.page import rows_without_sizes, write_sweep_page
 
     output = arguments.output or arguments.runs.parent / "scaling-report"
     check_output_directory("--output", output)
-    if arguments.runs.suffix == ".csv" and (rows := rows_of_comparison(arguments.runs)):
-        print(write_comparison(rows, arguments.runs, output, arguments.title))
+    if arguments.runs.suffix == ".csv" and (rows := rows_without_sizes(arguments.runs)):
+        print(write_sweep_page(rows, arguments.runs, output, arguments.title))
         return 0
     fit = fit_all(points_of(arguments))
     path = write_report(fit, arguments.runs, output, arguments.title)

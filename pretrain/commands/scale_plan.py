@@ -18,12 +18,14 @@ from foundation.yaml_files import find_config, read_tree
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.commands.output_paths import check_sweep_output
 from pretrain.commands.scale import add_family, check_amount, rule_name, rule_of
+from pretrain.comparisons.comparison import plan_members, read_comparison
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import GIB, Hardware
 from pretrain.costs.flops import computed_flops_of_step
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.scaling.law import amount
+from pretrain.scaling.learning_rate import FEWEST_RATES, TunedRule
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
     Machine,
@@ -54,7 +56,6 @@ from pretrain.scaling.recipe import (
     with_budget,
     with_steps,
 )
-from pretrain.scaling.variants import FEWEST_RATES, TunedRule, plan_members, read_comparison
 from pretrain.sweeps.sweep_file import Kind, sweep_path, write_sweep
 from pretrain.terminal.text import counted, fitted_table, flops_text
 

@@ -369,8 +369,7 @@ def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
     more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
     return [
         f"{counted(len(order), 'run')} over {FAR:g} standard deviations off the law: "
-        f"{', '.join(named)}{more}; to leave one out: "
-        f"--exclude 'name={points.names[order[0]]}: reason'"
+        f"{', '.join(named)}{more}; to leave one out: --exclude '{points.names[order[0]]}'"
     ]
 
 

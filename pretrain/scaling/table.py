@@ -35,9 +35,9 @@ FEWEST_PARAMETERS, FEWEST_TOKENS = 1e3, 1e4  # of a model that anyone trains to 
 NEAR = 4.0  # a ratio within this factor of 1000^k is a matter of units
 SMALLEST, LARGEST = 1e-9, 1e40  # of any number in a table; powers of more overflow
 ORIGIN = "expected a CSV or JSON file with one run per row"
+EXCLUDE = "correct it, or give a reason in the column 'excluded'"
 YES = ("1", "1.0", "true", "yes")
 NO = ("", "0", "0.0", "false", "no")
-SCALABLE = ("parameters", "tokens", "flops", "loss")
 # Names that published tables have, without case and punctuation.
 USUAL = {
     "parameters": ("params", "parameters", "modelsize", "numparams", "nparams", "numparameters"),
@@ -150,24 +150,9 @@ class Columns:
                 )
         return cls(**{role: name for role, _, name in pairs})
 
-    def name_of(self, row: Row) -> str:
-        """The name that the row's run has in all output."""
+    def run_name(self, row: Row) -> str:
+        """Return the name that the row's run has in all output."""
         return str(row.get(self.name) or row.get("run") or f"row {row['_line']}")
-
-
-def units_of(items: Sequence[str]) -> dict[str, float]:
-    """Factors from items such as `parameters=1e6`; ConfigError for anything else."""
-    units = {}
-    for item in items:
-        role, _, text = item.partition("=")
-        factor = number(text)
-        if role not in SCALABLE or not 0 < factor < math.inf:
-            raise ConfigError(
-                f"--unit {item}: expected ROLE=FACTOR, a positive factor for one of the roles "
-                f"{', '.join(SCALABLE)}, such as parameters=1e6"
-            )
-        units[role] = factor
-    return units
 
 
 def number(value: Any) -> float:
@@ -243,53 +228,36 @@ def column_names(rows: Sequence[Row]) -> list[str]:
 
 
 def read_points(
-    path: Path,
-    columns: Columns | None = None,
-    *,
-    where: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    holdout: Sequence[str] = (),
-    units: Mapping[str, float] | None = None,
+    path: Path, columns: Columns | None = None, *, exclude: Sequence[str] = ()
 ) -> Points:
-    """Read the runs of a file. `where` keeps rows (column=value); `exclude` drops some
-    (column=value: reason).
+    """Read the runs of a file; those that `exclude` names take no part.
 
-    `holdout` (column=value) marks rows to be predicted and never fitted, in addition to those that
-    the file marks; `units` are factors of roles. Raises DataError, one line per kind of mistake:
-    missing column, not a number, not positive, no rows left.
+    Raise DataError, one line per kind of mistake: missing column, not a number, not positive, no
+    rows left.
     """
     path, rows = Path(path), rows_of(Path(path))
-    columns, notes = _known(columns or Columns(), rows, path)
-
-    def meets(row: Row, condition: str) -> bool:
-        column, equals, value = condition.partition("=")
-        if not equals:
-            raise DataError(f"{condition!r} is not a condition; write COLUMN=VALUE")
-        if column not in row and column != "name":  # the name that is printed, also without column
-            raise DataError(f"{path}: no column {column!r}{did_you_mean(column, [*row])}")
-        return str(row.get(column, columns.name_of(row))) == value
-
-    rows = [row for row in rows if all(meets(row, condition) for condition in where)]
     if not rows:
-        matching = f" that match {' and '.join(where)}" if where else ""
-        raise DataError(f"{path} contains no runs{matching}; check the file")
+        raise DataError(f"{path} contains no runs; check the file")
+    columns, notes = _known(columns or Columns(), rows, path)
+    names = [columns.run_name(row) for row in rows]
+    for name in exclude:
+        if name not in names:
+            raise DataError(f"{path}: no run {name!r} to exclude{did_you_mean(name, names)}")
     kept: list[Row] = []
     excluded: list[Exclusion] = []
-    for row in rows:
+    for row, name in zip(rows, names, strict=True):
         mark = flag(row.get(columns.excluded))
-        reasons = [str(row[columns.excluded])] if mark is None else ["excluded in the file"] * mark
-        by_hand = [item.partition(":") for item in exclude]
-        reasons += [
-            why.strip() or "excluded by hand" for item, _, why in by_hand if meets(row, item)
-        ]
-        held = {columns.holdout: "yes"} if any(meets(row, item) for item in holdout) else {}
-        if reasons:
-            excluded.append(Exclusion(columns.name_of(row), reasons[0]))
+        if mark is None:
+            excluded.append(Exclusion(name, str(row[columns.excluded])))
+        elif mark:
+            excluded.append(Exclusion(name, "excluded in the file"))
+        elif name in exclude:
+            excluded.append(Exclusion(name, "excluded by hand"))
         else:
-            kept.append({**row, **held})
+            kept.append(row)
     if not kept:
         raise DataError(f"{path}: every run is excluded; a fit needs some")
-    points = _Reader(path, kept, columns, units or {}).points(notes)
+    points = _Table(path, kept, columns).points(notes)
     # Later copies of a run would count double.
     keys = [*zip(points.parameters_P, points.tokens_P, points.loss_P, points.progress_P)]  # noqa: B905
     first = {key: index for index, key in reversed([*enumerate(keys)])}
@@ -323,46 +291,44 @@ def _known(columns: Columns, rows: Sequence[Row], path: Path) -> tuple[Columns, 
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _Table:
     """Rows of a file as columns of numbers, each checked."""
 
     path: Path
     rows: Sequence[Row]
     columns: Columns
-    units: Mapping[str, float]
 
     def points(self, notes: list[str]) -> Points:
         loss_P, sizes = self.numbers("loss"), self._sizes(notes)
-        if "loss" not in self.units and np.median(loss_P) > LARGEST_LOSS:
+        if np.median(loss_P) > LARGEST_LOSS:
             raise DataError(
                 f"{self.path}: {self.columns.loss} is {loss_P.min():.3g} to {loss_P.max():.3g}, "
-                "expected losses in nats per token: take the logarithm of perplexities; other "
-                "units: --unit loss=FACTOR"
+                "expected losses in nats per token: take the logarithm of perplexities"
             )
-        has_budget, warning = self._has("budget"), self._units_warning(**sizes)
-        progress, holdout = self.columns.progress, self.columns.holdout
-        done = [row.get(progress) for row in self.rows]
-        progress_P = np.array([1.0 if each in (None, "") else number(each) for each in done])
-        flags = [flag(row.get(holdout)) for row in self.rows]
-        self.refuse_where(
-            ~((progress_P >= 0) & (progress_P <= 1)),
-            progress,
+        warning = self._units_warning(**sizes)
+        done = [row.get(self.columns.progress) for row in self.rows]
+        progress_P = np.array([1.0 if cell in (None, "") else number(cell) for cell in done])
+        self.check(
+            (progress_P >= 0) & (progress_P <= 1),
+            self.columns.progress,
             "a fraction of the schedule from 0 to 1 (0.4 for 40%), or nothing for all of it",
         )
-        self.refuse_where(
-            np.array([value is None for value in flags]),
-            holdout,
+        holdouts = [flag(row.get(self.columns.holdout)) for row in self.rows]
+        self.check(
+            np.array([holdout is not None for holdout in holdouts]),
+            self.columns.holdout,
             "1, true or yes for a run to predict, 0, false, no or nothing for one to fit",
         )
+        has_budget = self._has("budget")
         return Points(
-            names=tuple(map(self.columns.name_of, self.rows)),
+            names=tuple(map(self.columns.run_name, self.rows)),
             parameters_P=sizes["parameters"],
             tokens_P=sizes["tokens"],
             flops_P=sizes["flops"],
             loss_P=loss_P,
             budget_P=self.numbers("budget") if has_budget else grouped_budgets(sizes["flops"]),
             progress_P=progress_P,
-            holdout_P=np.array(flags, bool),
+            holdout_P=np.array(holdouts, bool),
             accuracy_P=self._values(self.columns.accuracy) if self.columns.accuracy else None,
             notes=tuple(notes),
             warnings=(warning,) if warning else (),
@@ -370,7 +336,7 @@ class _Reader:
         )
 
     def numbers(self, role: str) -> Array:
-        """A column as positive finite numbers; DataError counts the bad rows, shows the first."""
+        """Return a column as positive finite numbers; DataError counts the bad rows, shows one."""
         column, present = getattr(self.columns, role), column_names(self.rows)
         if column not in present:
             raise DataError(
@@ -378,18 +344,18 @@ class _Reader:
                 f"--column {role}=NAME"
             )
         values_P = self._values(column)
-        is_wild_P = ~((values_P >= SMALLEST) & (values_P <= LARGEST))
-        self.refuse_where(is_wild_P, column, f"a number from {SMALLEST:g} to {LARGEST:g}")
-        return values_P * self.units.get(role, 1.0)
+        is_sane_P = (values_P >= SMALLEST) & (values_P <= LARGEST)
+        self.check(is_sane_P, column, f"a number from {SMALLEST:g} to {LARGEST:g}")
+        return values_P
 
-    def refuse_where(self, is_bad_P: Array, column: str, wish: str) -> None:
+    def check(self, is_good_P: Array, column: str, wish: str) -> None:
         """Raise DataError that counts the bad rows and shows the first, if there are any."""
-        bad = [self.rows[index] for index in np.flatnonzero(is_bad_P)]
+        bad = [self.rows[index] for index in np.flatnonzero(~is_good_P)]
         if bad:
             others = f" (and {counted(len(bad) - 1, 'more such row')})" if len(bad) > 1 else ""
             raise DataError(
                 f"{self.path}: row {bad[0]['_line']}: {column}={shown(bad[0].get(column))}{others},"
-                f" expected {wish}; correct it or exclude it with --exclude 'COLUMN=VALUE: reason'"
+                f" expected {wish}; {EXCLUDE}"
             )
 
     def _values(self, column: str) -> Array:
@@ -399,7 +365,7 @@ class _Reader:
         return any(row.get(getattr(self.columns, role)) not in (None, "") for row in self.rows)
 
     def _sizes(self, notes: list[str]) -> dict[str, Array]:
-        """N, D and C, one of which may follow from the others."""
+        """Return N, D and C, one of which may follow from the others."""
         # A column of N or D that is there but empty is an error of its rows, not an assumption.
         present = column_names(self.rows)
         absent = [r for r in ("tokens", "parameters") if getattr(self.columns, r) not in present]
@@ -417,14 +383,14 @@ class _Reader:
         return sizes
 
     def _units_warning(self, *, parameters: Array, tokens: Array, flops: Array) -> str:
-        """What is unusual about N, D and C; DataError if C shows that it is a matter of units."""
+        """Return what is unusual about N, D and C; DataError if C shows a matter of units."""
         ratio_P = flops / (6 * parameters * tokens)
         middle = float(np.median(ratio_P))
         thousands = round(np.log(middle) / np.log(1000))
         if thousands and max(middle / 1000.0**thousands, 1000.0**thousands / middle) < NEAR:
             raise DataError(
                 f"{self.path}: C is {middle:.3g} times 6ND, a matter of units; if N is in "
-                "millions, say --unit parameters=1e6, and likewise for tokens and flops"
+                "millions, multiply its column by 1e6, and likewise those of tokens and flops"
             )
         if not PLAIN_RATIO[0] <= middle <= PLAIN_RATIO[1]:
             return (
@@ -437,5 +403,5 @@ class _Reader:
             return ""
         return (
             f"the median run has {size:.3g} parameters and {read:.3g} tokens: is N, D or C in "
-            "other units? Say so with --unit parameters=1e6, tokens=1e9 or flops=1e15"
+            "other units, such as millions?"
         )

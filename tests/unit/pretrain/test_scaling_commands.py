@@ -70,11 +70,14 @@ def test_fit_answers_for_one_run_and_refuses_wild_questions(collected, capsys):
 
 
 def test_no_part_of_it_needs_torch_and_reading_a_sweep_needs_no_numpy():
-    modules = [f"pretrain.scaling.{path.stem}" for path in Path(scaling.__path__[0]).glob("*.py")]
+    home = Path(scaling.__path__[0]).parents[1]
+    parts = [
+        path for room in ("scaling", "comparisons") for path in home.glob(f"pretrain/{room}/*")
+    ]
+    modules = [f"pretrain.{path.parent.name}.{path.stem}" for path in parts if path.suffix == ".py"]
     light = ["pretrain.sweeps.cells", "pretrain.commands.scale"]
     for heavy, names in (("torch", modules), ("numpy", light)):
         code = f"import sys, {', '.join(names)}\nassert {heavy!r} not in sys.modules"
-        home = Path(scaling.__path__[0]).parents[1]
         subprocess.run([sys.executable, "-c", code], check=True, cwd=home)
 
 
@@ -115,8 +118,7 @@ def test_wrong_questions_and_places_take_one_line_before_the_work(collected, tmp
 
 def test_others_data_are_fitted_with_their_own_column_names(capsys):
     roles = ("--column", "loss=c4_loss", "--column", "name=run")
-    rows = ("--exclude", "mode=extra: not part of the published fit", "--holdout", "mode=eval")
-    found = answer(capsys, PUBLISHED_DATA / "olmo_ladder.csv", *roles, *rows)["holdouts"]
+    found = answer(capsys, PUBLISHED_DATA / "olmo_ladder.csv", *roles)["holdouts"]
     (final,) = (each for each in found if each["name"] == "peteish13_eval_final")
     assert final["measured"] == pytest.approx(2.4379, abs=1e-4)
     assert 2.3 < final["predicted"]["value"] < 2.4

@@ -28,9 +28,9 @@ from pretrain.scaling import plan
 from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.frontier import fit_isoflop
 from pretrain.scaling.law import Interval, fit_flops_law, fit_parametric
+from pretrain.scaling.learning_rate import Rung, TunedRule
 from pretrain.scaling.plan import ASSUMED, make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
 from pretrain.scaling.recipe import FAR_SIZE, RULES, Family, outside_step_law, step_law, with_budget
-from pretrain.scaling.variants import Rung, TunedRule
 from pretrain.sweeps.cells import config_of
 from pretrain.sweeps.sweep_file import read_sweep, write_sweep
 from tests.helpers import scaling_runs

@@ -18,22 +18,16 @@ from safetensors.torch import load_file
 from foundation.files import write_text
 from foundation.settings import load_config
 from pretrain.cli import main
+from pretrain.comparisons.comparison import member_name, plan_members, read_comparison
+from pretrain.comparisons.members import member_results
+from pretrain.comparisons.page import loss_by_memory
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import computed_flops_of_step, cost_of
 from pretrain.costs.memory import checkpoint_bytes
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
-from pretrain.scaling.variants import (
-    TOLERABLE,
-    fit_rates,
-    loss_by_memory,
-    member_of,
-    plan_members,
-    read_comparison,
-    results_of,
-    verdicts,
-)
+from pretrain.scaling.learning_rate import TOLERABLE, best_rate_lines, fit_rates
 from pretrain.sweeps.cells import config_of
 from pretrain.sweeps.sweep_file import read_sweep
 from tests.helpers.checkout import ROOT
@@ -136,15 +130,15 @@ def test_rates_at_which_a_run_diverged_do_not_bend_the_valley_and_slow_ones_are_
     ],
 )
 def test_what_a_sweep_cannot_tell_is_said(rates, losses, said):
-    assert said in verdicts(fit_rates(512, rates, losses))[0]
+    assert said in best_rate_lines(fit_rates(512, rates, losses))[0]
 
 
 def test_a_parabola_that_contradicts_the_lowest_measured_loss_is_warned_of():
     rates, losses = [1e-3, 2e-3, 4e-3, 8e-3], [6.0237, 5.6421, 5.6611, 5.6665]
-    verdict, warning = verdicts(fit_rates(512, rates, losses))
+    verdict, warning = best_rate_lines(fit_rates(512, rates, losses))
     assert "optim.learning_rate=0.0041" in verdict
     assert re.match(r"warning: .* 5\.6421, at 0\.002\b", warning)
-    assert len(verdicts(fit_rates(512, RATES, losses_at(RATES)))) == 1
+    assert len(best_rate_lines(fit_rates(512, RATES, losses_at(RATES)))) == 1
 
 
 def test_contexts_differ_in_segment_and_memory_alone_at_equal_tokens_and_equal_flops(tmp_path):
@@ -220,7 +214,7 @@ def test_members_of_the_shipped_comparisons_differ_and_train_for_as_many_flops(p
     members = list(comparison.members)
     count = len(members) * len(comparison.rates) * len(comparison.seeds)
     assert len({item.name for item in planned}) == len(planned) == count
-    runs = {member_of(item.name): item.run for item in planned[: len(members)]}
+    runs = {member_name(item.name): item.run for item in planned[: len(members)]}
     assert [*runs] == members, "they take turns"
     for member, run in runs.items():
         flops = computed_flops_of_step(run, 1) * run.optim.steps
@@ -278,7 +272,7 @@ def test_a_members_best_rate_has_the_lowest_mean_of_its_seeds_once_all_runs_have
     seeds += [ended("a", 1e-3, 1.9, 2), ended("a", 2e-3, 2.1, 2), ended("a", 4e-3, 0.1, 2)]
     running = [ended("b", 1e-3, 1.0), ended("b", 2e-3, "")]
     diverged = [ended("c", 1e-3, math.inf)]
-    (found,) = results_of([*seeds, *running, *diverged])
+    (found,) = member_results([*seeds, *running, *diverged])
     assert (found.member, found.losses_S) == ("a", (2.0, 1.9))
 
 
@@ -307,7 +301,7 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
     assert command("report", table, "--output", out) == 0
     said = capsys.readouterr().out
     assert re.search(r"^long +\d\.\d{4} +\d\.\d{4} .* \d+\.\d% +0\.004\* +\S+kB ", said, re.M)
-    found = {each.member: each for each in results_of(read_rows(table))}
+    found = {each.member: each for each in member_results(read_rows(table))}
     assert set(found) == {"no-memory", "long"}
     assert found["long"].first.lane_bytes == 4 * 16 * (8 + 32) + 4 * 32, "two layers, documents"
     assert found["no-memory"].first.lane_bytes == 0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from foundation.errors import ConfigError, DataError
+from foundation.errors import DataError
 from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.fit import fit_all
-from pretrain.scaling.table import Columns, Points, read_points, units_of, usable
+from pretrain.scaling.table import Columns, Points, read_points, usable
 from tests.helpers.scaling import make_points
 
 
@@ -41,7 +41,7 @@ def test_columns_of_any_name_are_read_and_flops_default_to_6nd(tmp_path):
         ("N,D,loss\n", "contains no runs"),
         ("N,D,loss\n1e250,2,3\n", "row 2: N='1e250'"),
         ("N,D,loss\n1e9,1e-300,3\n", "row 2: D='1e-300'"),
-        ("N,D,C,loss\n44,1e9,2.7e17,3\n60,1e9,3.6e17,3\n", "--unit parameters=1e6"),
+        ("N,D,C,loss\n44,1e9,2.7e17,3\n60,1e9,3.6e17,3\n", "multiply its column by 1e6"),
         ("N,D,loss\n1e8,2e9,20.1\n2e8,2e9,18.0\n", "take the logarithm of perplexities"),
     ],
 )
@@ -68,12 +68,22 @@ def test_runs_are_left_out_only_with_a_reason(tmp_path):
     text = (
         "name,N,D,loss,progress,holdout,excluded\n"
         "a,1,2,3,1,,no\nb,1,3,2.9,0.4,,\nc,1,4,2.8,,yes,False\nd,1,5,2.7,1,no,\na2,1,2,3,1,,\n"
-        "e,1,6,nan,1,,\nf,1,7,3,1,,yes\ng,1,8,3,1,,diverged\n"
+        "e,1,6,nan,1,,\nf,1,7,3,1,,yes\ng,1,8,3,1,,diverged\n,1,9,-3,1,,\n"
     )
-    points = usable(read(tmp_path / "runs.csv", text, exclude=["name=e: its loss is NaN"]))
+    with pytest.raises(DataError, match="no run 'aa' to exclude; did you mean 'a'"):
+        read(tmp_path / "runs.csv", text, exclude=["aa"])
+    points = usable(read(tmp_path / "runs.csv", text, exclude=["e", "row 10"]))
     assert points.names == ("a", "d")
     reasons = {item.name: item.reason for item in points.excluded}
-    words = {"b": "40%", "e": "NaN", "f": "file", "g": "diverged", "a2": "repeats", "c": "held out"}
+    words = {
+        "b": "40%",
+        "e": "by hand",
+        "row 10": "by hand",
+        "f": "file",
+        "g": "diverged",
+        "a2": "repeats",
+        "c": "held out",
+    }
     assert reasons.keys() == words.keys()
     assert all(words[name] in reasons[name] for name in words)
 
@@ -95,14 +105,6 @@ def test_one_budget_only_is_refused_and_so_are_too_few_points():
         fit_all(make_points([1e6, 2e6, 4e6], [1e8, 2e8, 1e9], [4, 3.8, 3.5]))
 
 
-def test_conditions_choose_rows_and_unknown_columns_are_refused(tmp_path):
-    text = "mode,N,D,loss\ntrain,1,2,3\neval,1,3,nan\n"
-    assert len(read(tmp_path / "runs.csv", text, where=["mode=train"])) == 1
-    for where in ("mod=train", "mode=test"):
-        with pytest.raises(DataError):
-            read(tmp_path / "runs.csv", text, where=[where])
-
-
 def test_parameters_follow_from_flops_and_tokens(tmp_path):
     points = read(tmp_path / "runs.csv", "D,C,loss\n2e5,1.2e10,3\n4e5,4.8e10,2.9\n")
     assert points.parameters_P.tolist() == [1e4, 2e4]
@@ -116,17 +118,6 @@ def test_blanks_around_names_and_values_are_no_part_of_them(tmp_path):
     assert points.holdout_P.tolist() == [True, False]
     rows = json.dumps([{" N": 1, "D ": 2, "loss": " 3 "}])
     assert read(tmp_path / "runs.json", rows).loss_P.tolist() == [3.0]
-
-
-def test_units_are_converted(tmp_path):
-    text = "N,D,C,loss\n44,1e9,2.7e17,4\n60,1e9,3.6e17,4\n"
-    points = read(tmp_path / "runs.csv", text, units={"parameters": 1e6, "loss": 0.5})
-    assert points.parameters_P.tolist() == [44e6, 60e6]
-    assert points.loss_P.tolist() == [2.0, 2.0]
-    assert units_of(["parameters=1e6", "loss=0.693"]) == {"parameters": 1e6, "loss": 0.693}
-    for item in ("N=1e6", "parameters", "parameters=-1", "parameters=million", "loss=inf"):
-        with pytest.raises(ConfigError, match="ROLE=FACTOR"):
-            units_of([item])
 
 
 @pytest.mark.parametrize(
@@ -145,17 +136,6 @@ def test_sizes_in_other_units_are_warned_of(tmp_path, text, in_plain_units):
     """Tokens a thousand times too many without FLOPs to tell are among them."""
     assert len(read(tmp_path / "runs.csv", text).warnings) == 1
     assert read(tmp_path / "runs.csv", in_plain_units).warnings == ()
-
-
-def test_a_run_is_left_out_by_the_name_that_is_printed_of_it(tmp_path):
-    text = "N,D,loss\n1e6,2e8,3\n2e6,2e8,9\n"
-    points = read(tmp_path / "runs.csv", text, exclude=["name=row 3: diverged"])
-    assert points.names == ("row 2",)
-    assert [(item.name, item.reason) for item in points.excluded] == [("row 3", "diverged")]
-    text = "run,id,N,D,loss\na,x,1e6,2e8,3\nb,y,2e6,2e8,9\n"
-    assert read(tmp_path / "runs.csv", text, where=["name=b"]).names == ("b",)
-    by_id = read(tmp_path / "runs.csv", text, Columns(name="id"), where=["name=y"])
-    assert by_id.names == ("y",)
 
 
 @pytest.mark.parametrize(

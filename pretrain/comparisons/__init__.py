@@ -1,0 +1,1 @@
+"""Comparisons of variants at equal training FLOPs, and pages of sweeps that fit no law."""

@@ -1,0 +1,92 @@
+"""A comparison of variants of one model at equal training FLOPs: its file, and the runs it plans.
+
+    name: variants
+    experiment: ../experiments/variants.yaml    # relative to this file
+    flops: 6e11                 # of training, of every run
+    rates: [2e-3, 4e-3, 8e-3]   # every member is trained with each...
+    seeds: [1, 2]               # ...and each of these
+    settings: [model.d_model=64]                # of all members; may be left out
+    members:                    # settings by which each differs from the experiment
+      no-memory: [model.memory_length=0]
+      transformer-xl: []
+
+A cell's name is cFLOPS-MEMBER-lrRATE-sSEED, so other FLOPs are other runs. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from foundation.errors import ConfigError
+from foundation.settings import load_config, require_name
+from foundation.yaml_files import read_tree
+from pretrain.scaling.plan import PlannedRun, at_computed_flops, planned_run, varied
+from pretrain.sweeps.sweep_file import check_overrides
+
+_PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate", "evaluation.interval")
+_PLANNED += ("optim.schedule.warmup_steps", "optim.schedule.decay_steps", "checkpoint.interval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared, and how."""
+
+    name: str
+    experiment: Path
+    flops: float
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    members: Mapping[str, tuple[str, ...]]
+    settings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_name("name", self.name)
+        for member in self.members:
+            require_name("members", member)
+        if len(self.members) < 2:
+            raise ConfigError(f"found {len(self.members)} members, expected two or more")
+        for name, values, least in (("rates", self.rates, 1e-300), ("seeds", self.seeds, 0)):
+            if not values or min(values) < least or len({*values}) < len(values):
+                raise ConfigError(
+                    f"{name}={list(values)}: expected one or more different numbers, none negative"
+                )
+        for each in (*self.settings, *(each for item in self.members.values() for each in item)):
+            if each.partition("=")[0] in _PLANNED:
+                raise ConfigError(f"{each} follows from flops, rates and seeds; leave it out")
+
+
+def read_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
+    """Return the comparison in a file, with further settings of all members.
+
+    ConfigError lists everything that is wrong with it.
+    """
+    tree = read_tree(path)
+    members = tree.get("members")
+    for member, settings in members.items() if isinstance(members, dict) else ():
+        check_overrides(f"{path}: members.{member}", settings)
+    check_overrides(f"{path}: settings", tree.get("settings", []))
+    found = load_config(Comparison, path)
+    return replace(found, settings=(*found.settings, *overrides))
+
+
+def plan_members(comparison: Comparison, experiment: Path) -> list[PlannedRun]:
+    """Every member at every rate and seed, with the steps that its FLOPs pay for.
+
+    Members take turns, so that what slows the machine for a while slows all of them. Raises
+    ConfigError for settings that do not go together, and for too few or too many FLOPs.
+    """
+    budget = f"c{comparison.flops:.3g}".replace("+", "")
+    members = {f"{budget}-{name}": item for name, item in comparison.members.items()}
+    rates = {f"lr{rate:g}": [f"optim.learning_rate={rate!r}"] for rate in comparison.rates}
+    seeds = {f"s{seed}": [f"seed={seed}"] for seed in comparison.seeds}
+    runs = varied(experiment, comparison.settings, [members, rates, seeds])
+    runs.sort(key=lambda run: (run.seed, run.optim.learning_rate))
+    flops = comparison.flops
+    return [planned_run(at_computed_flops(run, flops), {"budget": flops}) for run in runs]
+
+
+def member_name(cell: str) -> str:
+    """Return the member that a cell trains, by the cell's name."""
+    return cell.partition("-")[2].rpartition("-lr")[0]

@@ -1,0 +1,119 @@
+"""What came out of a comparison: each member at its best rate, its losses, speed and probes.
+
+Losses are in nats per token of the validation split. S marks seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+
+from foundation.errors import DataError
+from pretrain.comparisons.comparison import member_name
+from pretrain.scaling.collect import FAR, PROBED, Row
+from pretrain.scaling.law import amount, as_loss
+from pretrain.terminal.text import counted, flops_text, number
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberResult:
+    """One member at its best rate; losses are of the validation split, in nats per token."""
+
+    member: str
+    first: Row  # of its runs
+    losses_S: tuple[float, ...]
+    is_edge: bool  # the best rate is the lowest or the highest one tried
+    tokens_per_second: float  # the median of all runs of the member, of training alone
+    probes: Mapping[str, float]  # the means of the seeds, by column
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses_S)
+
+    @property
+    def spread(self) -> float | None:
+        """Half the range of the seeds; None with one seed."""
+        losses = self.losses_S
+        return (max(losses) - min(losses)) / 2 if len(losses) > 1 else None
+
+    def probed(self, name: str) -> dict[int, float]:
+        """The values of the columns probes/NAME/NUMBER, by their numbers."""
+        parts = ((key.rpartition("/"), value) for key, value in self.probes.items())
+        return {int(last): value for (kind, _, last), value in parts if kind == PROBED + name}
+
+
+def member_results(rows: Sequence[Row]) -> list[MemberResult]:
+    """Each member at its best rate, one run per seed, where all of its runs have ended.
+
+    The best rate has the lowest mean loss of the seeds. DataError if no member has one.
+    """
+    found = []
+    for member in dict.fromkeys(member_name(row.name) for row in rows):
+        mine = [row for row in rows if member_name(row.name) == member]
+        if not all(row.progress == 1.0 and row.loss != "" for row in mine):
+            continue
+        by_rate: dict[float, list[Row]] = {}
+        for row in mine:
+            by_rate.setdefault(float(row.learning_rate), []).append(row)
+        best = min(by_rate.values(), key=lambda runs: fmean(float(row.loss) for row in runs))
+        if any(row.excluded for row in best):
+            continue
+        first, speeds = best[0], [float(row.D) / float(row.seconds) for row in mine if row.seconds]
+        shared = [name for name in first.tasks if all(name in row.tasks for row in best)]
+        edges = min(by_rate), max(by_rate)
+        result = MemberResult(
+            member=member,
+            first=first,
+            losses_S=tuple(float(row.loss) for row in best),
+            is_edge=len(by_rate) > 1 and first.learning_rate in edges,
+            tokens_per_second=median(speeds) if speeds else math.nan,
+            probes={name: fmean(row.tasks[name] for row in best) for name in shared},
+        )
+        found.append(result)
+    if not found:
+        raise DataError("no member has ended at all of its rates and seeds; let the sweep finish")
+    return found
+
+
+def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
+    """Heads and rows, lowest loss first; a star marks a rate at the edge of those tried."""
+    heads = ["member", "loss", "+-", f"loss from token {FAR}", "needle", "rate"]
+    heads += ["state of a lane", "tokens/s", "parameters"]
+    rows = []
+    for each in sorted(results, key=lambda each: each.loss):
+        needle = list(each.probed("needle").values())
+        rows.append(
+            [
+                each.member,
+                as_loss(each.loss),
+                number(each.spread, ".4f"),
+                number(each.probes.get(f"{PROBED}far_loss"), ".4f"),
+                number(float(np.mean(needle)) if needle else None, ".1%"),
+                f"{each.first.learning_rate:g}{'*' * each.is_edge}",
+                f"{amount(float(each.first.lane_bytes))}B",
+                number(each.tokens_per_second, ",.0f"),
+                amount(float(each.first.N)),
+            ]
+        )
+    return [heads, *rows]
+
+
+def variant_notes(results: Sequence[MemberResult]) -> list[str]:
+    """Say what the columns are, and what they rest on."""
+    first = results[0]
+    seeds = max(len(each.losses_S) for each in results)
+    notes = [
+        f"every run trained for {flops_text(float(first.first.C))} FLOPs; losses are means of "
+        f"{counted(seeds, 'seed')} at the member's best rate, +- is half their range, tokens/s the "
+        "median of the member's runs"
+    ]
+    if distances := ", ".join(map(str, first.probed("needle"))):
+        chance = first.probes[f"{PROBED}chance"]
+        notes.append(f"needle: accuracy over distances of {distances}; chance is {chance:.1%}")
+    if any(each.is_edge for each in results):
+        notes.append("a star marks the lowest or highest rate: a better one may lie beyond it")
+    return notes

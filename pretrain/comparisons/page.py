@@ -1,0 +1,160 @@
+"""The page of a sweep that varies rates, lengths or variants rather than sizes. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from foundation.errors import DataError
+from pretrain.comparisons.members import MemberResult, member_results, variant_notes, variant_table
+from pretrain.reporting.charts import (
+    INK,
+    SERIES,
+    canvas,
+    legend_above,
+    log_ticks,
+    plain_ticks,
+    spread_colors,
+)
+from pretrain.scaling.collect import Row, read_rows
+from pretrain.scaling.law import amount, as_loss
+from pretrain.scaling.learning_rate import Tuned, best_rate_lines, rates_table, tuned_rates
+from pretrain.scaling.report import LOSS, Part, write_parts
+from pretrain.scaling.table import csv_rows
+from pretrain.terminal.text import counted, fitted_table, flops_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CURVE_POINTS = 60
+
+
+def rows_without_sizes(path: Path) -> list[Row]:
+    """The rows of a table whose sweep varied something else than sizes; [] for any other table."""
+    varies = {row.get("varies") for _, row in csv_rows(path)} - {None, "", "sizes"}
+    return read_rows(path) if varies else []
+
+
+def write_sweep_page(rows: Sequence[Row], source: Path, directory: Path, title: str) -> str:
+    """Write report.html about the table `source` with its figures; return what to print.
+
+    DataError if the table has several kinds of sweeps, or too few finished runs.
+    """
+    kinds = {row.varies for row in rows}
+    if len(kinds) != 1:
+        raise DataError(f"{source}: rows of sweeps that vary {' and '.join(sorted(kinds))}")
+    (kind,) = kinds
+    parts = {"rates": _rates, "lengths": _lengths, "variants": _variants}[kind](rows)
+    left_out = [f"left out: {row.name}: {row.excluded}" for row in rows if row.excluded]
+    parts[-1] = replace(parts[-1], lines=[*parts[-1].lines, *left_out])
+    done = counted(len(rows) - len(left_out), "finished run")
+    path = write_parts(parts, source, directory, title, f"{done} of a sweep of {kind}.", [])
+    texts = ["\n".join([fitted_table(part.rows), *part.lines]) for part in parts]
+    return "\n".join([*texts, f"report: {path}"])
+
+
+def _rates(runs: Sequence[Row]) -> list[Part]:
+    found = tuned_rates(runs)
+    caption = "Loss at the end over the peak learning rate"
+    if found.optimum.is_known:
+        caption += "; star: the lowest point of the parabola through the rates near it, shaded: "
+        caption += "what loses at most 0.5%"
+    figures = {"rates": (partial(loss_by_rate, found), caption)}
+    rows = rates_table(found)
+    return [Part(title="Learning rates", rows=rows, lines=best_rate_lines(found), figures=figures)]
+
+
+def loss_by_rate(found: Tuned) -> Figure:
+    """Final losses over the learning rate, with a parabola and its vertex."""
+    figure, axes = canvas(3.6, "peak learning rate", LOSS)
+    color = SERIES[0]
+    axes.plot(found.rates_S, found.loss_S, "o", color=color, markersize=4)
+    if (best := found.optimum).is_known:
+        rates_S, loss_S = found.rates_S[found.near_S], found.loss_S[found.near_S]
+        drawn = np.geomspace(rates_S.min(), rates_S.max(), CURVE_POINTS)
+        fitted = np.polynomial.Polynomial.fit(np.log(rates_S), loss_S, 2)
+        axes.plot(drawn, fitted(np.log(drawn)), "-", color=color, linewidth=1.2)
+        axes.plot([best.rate.value], [best.loss], "*", color=INK, markersize=9)
+        axes.axvspan(best.low, best.high, color=color, alpha=0.08, linewidth=0)
+    axes.set_xscale("log")
+    log_ticks(axes.xaxis)
+    plain_ticks(axes.yaxis)
+    return figure
+
+
+def _lengths(rows: Sequence[Row]) -> list[Part]:
+    if not (ended := [row for row in rows if not row.excluded]):
+        raise DataError("no run of the table has ended; let the sweep finish and collect again")
+    parts = []
+    for other, equal, effect in (
+        ("same-flops", "tokens", "a longer context costs more FLOPs"),
+        ("same-tokens", "FLOPs", "a longer context reads fewer tokens"),
+    ):
+        mine = [row for row in ended if not row.name.endswith(other)]
+        cells = [["run", "segment", "memory", "tokens", "FLOPs", "loss"]]
+        for row in sorted(mine, key=lambda row: float(row.loss)):
+            sizes = str(row.segment_length), str(row.memory_length), amount(float(row.D))
+            cells.append([row.name, *sizes, flops_text(float(row.C)), as_loss(float(row.loss))])
+        caption = f"Loss over memory length, a line per segment length; equal {equal}; {effect}"
+        figures = {f"equal-{equal.lower()}": (partial(loss_by_memory, mine), caption)}
+        parts += [Part(title=f"Equal {equal}", rows=cells, figures=figures)] if mine else []
+    return parts
+
+
+def loss_by_memory(rows: Sequence[Row]) -> Figure:
+    """Loss over the memory length, a line per segment length; means over seeds."""
+    figure, axes = canvas(3.4, "memory length M (tokens)", LOSS)
+    memories = sorted({int(row.memory_length) for row in rows})
+    segments = sorted({int(row.segment_length) for row in rows})
+    for segment, color in zip(segments, spread_colors(len(segments)), strict=True):
+        means = []
+        for memory in memories:
+            same = [r for r in rows if (r.segment_length, r.memory_length) == (segment, memory)]
+            means.append(float(np.mean([float(row.loss) for row in same])) if same else np.nan)
+        axes.plot(means, "o-", color=color, markersize=4, label=str(segment))
+    axes.set_xticks(range(len(memories)), [str(memory) for memory in memories])
+    plain_ticks(axes.yaxis)
+    legend_above(figure, axes, "segment length T (tokens)")
+    return figure
+
+
+def _variants(rows: Sequence[Row]) -> list[Part]:
+    results = member_results(rows)
+    caption = "Loss at equal training FLOPs, a dot per seed"
+    figures = {"variants": (partial(member_losses, results), caption)}
+    if all(each.probed("position") for each in results):
+        caption = f"Loss by position in the document, minus that of {results[0].member}"
+        figures["positions"] = (partial(loss_by_position, results), caption)
+    table, notes = variant_table(results), variant_notes(results)
+    return [Part(title="Variants", rows=table, lines=notes, figures=figures)]
+
+
+def member_losses(results: Sequence[MemberResult]) -> Figure:
+    """The losses of every member's seeds, and their mean."""
+    figure, axes = canvas(0.8 + 0.4 * len(results), LOSS, "")
+    for index, (each, color) in enumerate(zip(results, spread_colors(len(results)), strict=True)):
+        axes.plot(each.losses_S, [index] * len(each.losses_S), "o", color=color, markersize=5)
+        axes.plot([each.loss], [index], "|", color=INK, markersize=14)
+    axes.set_yticks(range(len(results)), [each.member for each in results])
+    axes.invert_yaxis()
+    plain_ticks(axes.xaxis)
+    return figure
+
+
+def loss_by_position(results: Sequence[MemberResult]) -> Figure:
+    """The loss of each bin of positions, minus that of the first member."""
+    base = results[0].probed("position")
+    shown = [first for first in base if all(first in each.probed("position") for each in results)]
+    label = f"loss minus that of {results[0].member}"
+    figure, axes = canvas(3.4, "position (tokens)", label)
+    for each, color in zip(results, spread_colors(len(results)), strict=True):
+        values = [each.probed("position")[first] - base[first] for first in shown]
+        axes.plot(range(len(shown)), values, "o-", color=color, markersize=3, label=each.member)
+    axes.set_xticks(range(0, len(shown), 2), [str(first) for first in shown[::2]])
+    legend_above(figure, axes)
+    return figure
