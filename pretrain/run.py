@@ -49,16 +49,15 @@ from pretrain.config.run import (
     runs_of_phases,
 )
 from pretrain.costs.memory import check_host_memory
-from pretrain.distributed.threads import keep_freed_memory, set_threads
-from pretrain.distributed.world import (
-    World,
+from pretrain.distributed.collectives import (
     broadcast_value,
     gather_values,
-    of_main,
     raise_on_all_ranks,
-    ranks_on_this_node,
+    read_on_main,
     sum_over_ranks,
 )
+from pretrain.distributed.threads import keep_freed_memory, set_threads
+from pretrain.distributed.world import World, ranks_on_this_node
 from pretrain.engines.engine import EmaEngine, Engine, TorchEngine, check_precision
 from pretrain.evaluation.evaluate import check_training_tasks, training_evaluator, training_tasks
 from pretrain.metrics.recorder import MetricsRecorder
@@ -177,7 +176,7 @@ def _continues(process: RankProcess, ended: Ended) -> bool:
             return process.world.world_size == 1
         case Outcome.DIVERGED:
             assert ended.spike is not None
-            past = of_main(process.world, process.run_dir.past, Past)
+            past = read_on_main(process.world, process.run_dir.past, Past)
             rewind(process.config, process.run_dir, process.world, ended.spike, past)
             return True
         case _:
@@ -241,7 +240,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
     """
     run_dir, world = process.run_dir, process.world
     set_determinism(process.config, world.device)  # an error in a backward pass may leave it strict
-    past = of_main(world, run_dir.past, Past)
+    past = read_on_main(world, run_dir.past, Past)
 
     def tell(step: int, where: Destination) -> None:
         published = Published(step=step, attempt=token, destination=where)
@@ -258,7 +257,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
             run_dir.ledger.append_if_possible(ResumeFrom())
         raise
     step = found.step if found else 0
-    shortages = of_main(
+    shortages = read_on_main(
         world, lambda: events_of(run_dir.ledger.read(), OutOfMemory), list[OutOfMemory]
     )
     config = with_fitting_micro_batch(run_at(process.config, step), world.world_size, shortages)
@@ -266,7 +265,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
         # A mirror has what the run directory has: no local checkpoints.
         saved = step
         if found and found.is_local:
-            saved = of_main(world, lambda: latest_step(root, step), int)
+            saved = read_on_main(world, lambda: latest_step(root, step), int)
         history = past.history if past.asked is None else None
         with (
             _mirror(process, disk, step, saved, history) as mirror,
@@ -313,7 +312,7 @@ def _mirror(
         problem, seconds = (what, 0.0) if isinstance(what, str) else ("", what)
         ledger.append_if_possible(Mirrored(step=step, url=url, seconds=seconds, problem=problem))
 
-    uploaded = of_main(world, uploaded_step, int)
+    uploaded = read_on_main(world, uploaded_step, int)
     return Mirror(process.config, disk, world, resumed_step, uploaded, note, history, saved_step)
 
 

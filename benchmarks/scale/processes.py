@@ -12,7 +12,8 @@ from benchmarks.scale.costs import RANKS, Cost, Row
 from benchmarks.scale.growth import growth_of
 from benchmarks.scale.ranks import STEP_SECONDS
 from foundation.own_programs import own_command
-from pretrain.distributed.world import LAZY_VARIABLE, MOST_DESCRIPTORS, rounds_of
+from pretrain.distributed.messages import num_rounds
+from pretrain.distributed.rendezvous import LAZY_VARIABLE, MOST_DESCRIPTORS
 
 SIZES = (2, 4, 8, 16)
 MOST_MILLISECONDS = 1.0
@@ -59,7 +60,7 @@ def _saves(measured: dict[int, float]) -> Cost:
     """
     return Cost(
         name="save: exchanges that the loop waits for", unit="ms", measured=measured,
-        expected={ranks: rounds_of(ranks) * measured[2] for ranks in RANKS},
+        expected={ranks: num_rounds(ranks) * measured[2] for ranks in RANKS},
         at_most=MOST_MILLISECONDS_OF_A_SAVE,
         detail="the shortest tenth of four exchanges in log2(ranks) rounds and two broadcasts; "
         "from 64 on the rounds, each as long as that of 2; a network adds its own latency",
@@ -72,13 +73,13 @@ def _stop_requests(of: Callable[..., dict[int, float]]) -> Iterator[Row]:
     Two ranks have a core each, and one round; more ranks share the cores of one machine, so that
     their growth is that of the work of all ranks. On nodes of their own they take rounds alone.
     """
-    rounds = {size: float(rounds_of(size)) for size in SIZES}
+    rounds = {size: float(num_rounds(size)) for size in SIZES}
     yield Cost(
         name="stop request: rounds of its exchange", measured=rounds,
         detail="counted; in each a rank sends one message and waits for one",
     )  # fmt: skip
     exchange, waits = of("exchange", 1e3), of("wait", 1e3)
-    expected = {ranks: rounds_of(ranks) * exchange[2] for ranks in RANKS}
+    expected = {ranks: num_rounds(ranks) * exchange[2] for ranks in RANKS}
     yield Cost(
         name="stop request: from asking to the answer, nothing beside it", unit="ms",
         measured=exchange, expected=expected,

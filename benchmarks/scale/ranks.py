@@ -19,7 +19,8 @@ FIRST_STEPS = 3  # in which ranks connect to each other
 
 def rank_program(results: Path) -> int:
     """Exchange stop requests as the training loop does; write what this rank measured."""
-    from pretrain.distributed.world import destroy_process_group, gather_values, init_world
+    from pretrain.distributed.collectives import gather_values
+    from pretrain.distributed.world import destroy_process_group, init_world
     from pretrain.recovery.stop_requests import StopRequest
 
     world, stop = init_world(), StopRequest()
@@ -52,17 +53,13 @@ def exchanges_of_a_save() -> None:
     of replicated tensors, bytes, and rank 0's reason not to save."""
     import torch
 
-    from pretrain.distributed.world import (
-        broadcast_value,
-        gather_found,
-        largest_of_ranks,
-        rows_of_ranks,
-    )
+    from pretrain.distributed.collectives import broadcast_value, gather_present
+    from pretrain.distributed.messages import gather_rows, max_over_ranks
 
     for _ in ("written", "published"):
-        gather_found(None, str)
-    largest_of_ranks(torch.zeros(2 * REPLICATED, dtype=torch.int64))
-    rows_of_ranks(torch.tensor(1))
+        gather_present(None, str)
+    max_over_ranks(torch.zeros(2 * REPLICATED, dtype=torch.int64))
+    gather_rows(torch.tensor(1))
     broadcast_value(None, str | None)
 
 

@@ -32,14 +32,9 @@ from pretrain.checkpoint.tensor_layout import HostBuffer
 from pretrain.checkpoint.transfer import RankReports, SaveProblem
 from pretrain.checkpoint.verify import steps_that_count
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, restarts_lanes
-from pretrain.distributed.world import (
-    Worker,
-    World,
-    broadcast_value,
-    gather_found,
-    raise_on_all_ranks,
-    rows_of_ranks,
-)
+from pretrain.distributed.collectives import broadcast_value, gather_present, raise_on_all_ranks
+from pretrain.distributed.messages import Worker, gather_rows
+from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState, Memory, selected_lanes
 from pretrain.state import TrainState
@@ -176,7 +171,7 @@ class Checkpointer:
         if self._save is None:
             return True
         save, self._save = self._save, None
-        problems = gather_found(save.wait(), SaveProblem)
+        problems = gather_present(save.wait(), SaveProblem)
         if not problems:
             self._outage.ended()
             self._published_step = save.step
@@ -243,7 +238,7 @@ class Checkpointer:
     ) -> SaveProblem | None:
         """Return rank 0's reason not to start a save; without one, the disk is prepared."""
         own_bytes = torch.tensor(rank_file.layout.file_bytes)
-        wanted = int(rows_of_ranks(own_bytes).sum()) + self._world.world_size * INDEX_BYTES_PER_RANK
+        wanted = int(gather_rows(own_bytes).sum()) + self._world.world_size * INDEX_BYTES_PER_RANK
         problem = None
         if self._world.is_main:
             try:

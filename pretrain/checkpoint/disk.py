@@ -26,24 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import (
-    CheckpointError,
-)
-from foundation.files import (
-    move,
-    named_errors,
-    own_file,
-    sha256_of,
-    sync_file,
-    write_text,
-)
+from foundation.errors import CheckpointError
+from foundation.files import move, named_errors, own_file, sha256_of, sync_file, write_text
 from foundation.records import json_text
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.directory import (
-    INDEX,
-    MARKER,
-    remove,
-)
+from pretrain.checkpoint.directory import INDEX, MARKER, remove
 from pretrain.checkpoint.facts import Destination
 from pretrain.checkpoint.index import INDEX_FORMAT, Checkpoint, read_index
 from pretrain.checkpoint.pieces import merged_pieces

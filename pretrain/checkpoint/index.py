@@ -21,27 +21,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from foundation.errors import (
-    STORAGE_FAILS,
-    CheckpointError,
-    OtherVersionError,
-    UnreadableError,
-)
-from foundation.files import (
-    LARGEST_LIST_BYTES,
-    SMALL_FILE_BYTES,
-    Content,
-    parse_json,
-    read_regular,
-)
+from foundation.errors import STORAGE_FAILS, CheckpointError, OtherVersionError, UnreadableError
+from foundation.files import LARGEST_LIST_BYTES, SMALL_FILE_BYTES, Content, parse_json, read_regular
 from foundation.locks import NoFileLocksError, open_shared
 from foundation.records import Fields, InvalidField
-from pretrain.checkpoint.directory import (
-    INDEX,
-    MARKER,
-    STEP_NAME,
-    rank_file,
-)
+from pretrain.checkpoint.directory import INDEX, MARKER, STEP_NAME, rank_file
 from pretrain.checkpoint.pieces import Pieces, parsed_pieces
 
 INDEX_FORMAT = 7  # of a checkpoint: file names, keys of tensors and of the index

@@ -40,7 +40,9 @@ from pretrain.checkpoint.tensor_layout import HostBuffer
 from pretrain.checkpoint.transfer import RankReports
 from pretrain.checkpoint.verify import UNDONE
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import Worker, World, broadcast_value, gather_values
+from pretrain.distributed.collectives import broadcast_value, gather_values
+from pretrain.distributed.messages import Worker
+from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState

@@ -17,15 +17,9 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from data_pipeline.corpora.fetch import (
-    NotFetchedError,
-)
+from data_pipeline.corpora.fetch import NotFetchedError
 from foundation.errors import CheckpointError, UserError
-from foundation.files import (
-    Content,
-    content_of,
-    write_text,
-)
+from foundation.files import Content, content_of, write_text
 from foundation.retry import Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import Check, Disk
@@ -40,7 +34,9 @@ from pretrain.checkpoint.object_store import (
 )
 from pretrain.checkpoint.transfer import RankReports, Report, Transfer
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.distributed.world import Worker, World, on_any_rank
+from pretrain.distributed.collectives import on_any_rank
+from pretrain.distributed.messages import Worker
+from pretrain.distributed.world import World
 
 logger = logging.getLogger(__name__)
 

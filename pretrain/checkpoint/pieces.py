@@ -21,10 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foundation.errors import (
-    CheckpointError,
-    UnreadableError,
-)
+from foundation.errors import CheckpointError, UnreadableError
 from foundation.records import Fields, InvalidField, shown
 
 _KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")

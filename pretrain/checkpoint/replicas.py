@@ -21,7 +21,8 @@ from torch import Tensor
 from foundation.errors import CheckpointError
 from foundation.records import json_text
 from pretrain.checkpoint.tensor_layout import SplitTensors
-from pretrain.distributed.world import gather_found, gather_values, largest_of_ranks
+from pretrain.distributed.collectives import gather_present, gather_values
+from pretrain.distributed.messages import max_over_ranks
 from pretrain.engines.engine import EMA, Engine
 from pretrain.state import TrainState
 
@@ -44,7 +45,7 @@ def require_equal_replicas(engine: Engine, state: TrainState) -> None:
     sums = [_sum_of_bits(value) for value in replicas.values()]
     own = torch.cat([torch.stack(sums).cpu() if sums else NOTHING, _counters(engine, state)])
     # The largest x and the largest -x: they add up to zero where all ranks have the same.
-    extremes = largest_of_ranks(torch.cat([own, -own]))
+    extremes = max_over_ranks(torch.cat([own, -own]))
     high, low = extremes.chunk(2)
     odd = (high + low).nonzero().flatten().tolist()
     if odd:
@@ -115,7 +116,7 @@ def require_finite(engine: Engine, step: int, tensors: SplitTensors) -> None:
     """
     name = non_finite_name(engine, tensors)
     own = f"rank {engine.world.rank} has NaN or inf in {name}" if name else None
-    for problem in gather_found(own, str):
+    for problem in gather_present(own, str):
         raise NonFiniteError(step, problem)
 
 

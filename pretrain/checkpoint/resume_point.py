@@ -35,7 +35,8 @@ from pretrain.checkpoint.index import Checkpoint, read_index
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.object_store import SCRATCH, MirrorIndex, ObjectStore
 from pretrain.checkpoint.verify import UNDONE, check_share, note_refusal, rejection, step_name
-from pretrain.distributed.world import World, broadcast_value, of_main, raise_on_all_ranks
+from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks, read_on_main
+from pretrain.distributed.world import World
 from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)
@@ -235,7 +236,7 @@ class _Look:
                 raise UndoneError(f"{directory}: {UNDONE}")
             return found.index
 
-        found = Checkpoint(directory, of_main(self.world, index, dict[str, Any]))
+        found = Checkpoint(directory, read_on_main(self.world, index, dict[str, Any]))
         with raise_on_all_ranks():
             check_share(found, self.world.rank, self.world.world_size)
         if self.world.is_main:

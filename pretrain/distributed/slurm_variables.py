@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from foundation.errors import ConfigError
 
-# The file in which rank 0 of an attempt tells the others where they meet (world.py).
+# The file in which rank 0 of an attempt tells the others where they meet (rendezvous.py).
 PORT_FILE_VARIABLE = "PRETRAIN_PORT_FILE"
 GPUS_VARIABLE = "PRETRAIN_GPUS"  # of each node of a job
 

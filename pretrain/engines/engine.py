@@ -26,7 +26,8 @@ from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.errors import ConfigError
 from pretrain.config.model import Precision
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, sum_over_ranks
+from pretrain.distributed.collectives import sum_over_ranks
+from pretrain.distributed.world import World
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.lane_state import Memory
 from pretrain.model.parameters import dtype_of

@@ -43,7 +43,8 @@ from data_pipeline.lanes.lane_stream import (
 )
 from foundation.errors import ConfigError
 from pretrain.config.run import RunConfig
-from pretrain.distributed.world import World, broadcast_value, sum_over_ranks
+from pretrain.distributed.collectives import broadcast_value, sum_over_ranks
+from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine, batch_tensors
 from pretrain.evaluation.task_names import check_tasks
 from pretrain.model.cached import Stream, new_stream

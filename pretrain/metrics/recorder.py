@@ -45,7 +45,8 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.cluster import DEVICES, device_named
 from pretrain.costs.flops import flops_per_token
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
-from pretrain.distributed.world import World, of_main, raise_on_all_ranks, sum_over_ranks
+from pretrain.distributed.collectives import raise_on_all_ranks, read_on_main, sum_over_ranks
+from pretrain.distributed.world import World
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.stragglers import (
     LEAST_STALL_SECONDS,
@@ -228,7 +229,7 @@ class MetricsRecorder:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation after `step` is on disk. A collective."""
-        return of_main(self._world, lambda: has_evaluation(self._run_dir.metrics, step), bool)
+        return read_on_main(self._world, lambda: has_evaluation(self._run_dir.metrics, step), bool)
 
     def unwritten(self) -> str:
         """Why metrics until now are not written, after trying once more; '' if they are.

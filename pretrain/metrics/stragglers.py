@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.distributed.world import World, rows_of_ranks
+from pretrain.distributed.messages import gather_rows
+from pretrain.distributed.world import World
 from pretrain.rundir.events import Slowdown
 
 TICK_SECONDS = 0.25
@@ -87,7 +88,7 @@ class SlownessMeter:
         self._look()  # the thread may not have run since
         with self._lock:
             stood_still, self._stood_still = self._stood_still, 0.0
-        return rows_of_ranks(torch.tensor(stood_still, dtype=torch.float64)).tolist()
+        return gather_rows(torch.tensor(stood_still, dtype=torch.float64)).tolist()
 
     def close(self) -> None:
         for handle in self._handles:

@@ -37,13 +37,9 @@ from foundation.settings import assert_never
 from pretrain.config.model import Precision
 from pretrain.config.run import OptimConfig
 from pretrain.costs.flops import NEWTON_SCHULZ_STEPS, newton_schulz_flops
-from pretrain.distributed.world import (
-    World,
-    any_rank,
-    exchange_parts,
-    rows_of_ranks,
-    sum_over_ranks,
-)
+from pretrain.distributed.collectives import any_rank, exchange_parts, sum_over_ranks
+from pretrain.distributed.messages import gather_rows
+from pretrain.distributed.world import World
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.parameter_groups import (
     Fragment,
@@ -250,7 +246,7 @@ class MatrixExchange:
         self.owned = [name for name in shapes if owner_of[name] == rank]
         if is_sharded:
             own = torch.tensor([spans.get(name, (0, 0)) for name in shapes], dtype=torch.int64)
-            of_ranks = rows_of_ranks(own.view(-1, 2)).tolist()
+            of_ranks = gather_rows(own.view(-1, 2)).tolist()
             held = [
                 {name: (start, stop) for name, (start, stop) in zip(shapes, each, strict=True)}
                 for each in of_ranks

@@ -33,14 +33,10 @@ from pretrain.config.engine import Attention, attention_in
 from pretrain.config.model import Precision, PrecisionSetting
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
+from pretrain.distributed.collectives import any_rank, broadcast_value, raise_on_all_ranks
+from pretrain.distributed.messages import describe_waits
 from pretrain.distributed.slurm_variables import is_slurm_task
-from pretrain.distributed.world import (
-    World,
-    any_rank,
-    broadcast_value,
-    describe_waits,
-    raise_on_all_ranks,
-)
+from pretrain.distributed.world import World
 from pretrain.kernels.triton.settings import unsupported_reason
 from pretrain.kernels.triton.tiling import tiles_for
 from pretrain.rundir.attempt_files import trace_prefix

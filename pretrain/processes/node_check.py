@@ -36,8 +36,9 @@ from foundation.errors import UserError
 from foundation.files import await_text, end_of, read_json, write_json
 from pretrain.costs.throughput import measured_matmul_peak
 from pretrain.distributed.rank_device import use_device
+from pretrain.distributed.rendezvous import prepare_descriptors
 from pretrain.distributed.slurm_variables import is_slurm_task, rank_numbers, rank_variables
-from pretrain.distributed.world import World, connect, prepare_descriptors, world_from_environment
+from pretrain.distributed.world import World, connect, world_from_environment
 from pretrain.kernels.triton.settings import missing_for_compiling
 from pretrain.processes.node_findings import (
     END,

@@ -28,7 +28,8 @@ from pretrain.checkpoint.verify import latest_step
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig, first_step_at
 from pretrain.costs.flops import bins_of, tail_shares
-from pretrain.distributed.world import World, broadcast_value, of_main, raise_on_all_ranks
+from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks, read_on_main
+from pretrain.distributed.world import World
 from pretrain.rundir.events import GaveUp, Outcome, Rewind, Spike, UnresolvedSpike
 from pretrain.rundir.ledger import events_of, skipped_windows
 from pretrain.rundir.metrics_file import latest_measurements
@@ -302,7 +303,7 @@ def inherited_windows(run_dir: RunDir, world: World, step: int) -> list[range]:
     def spans() -> list[list[int]]:
         return [[each.start, each.stop] for each in skipped_windows(run_dir.ledger.read())]
 
-    windows = [range(*span) for span in of_main(world, spans, list[list[int]])]
+    windows = [range(*span) for span in read_on_main(world, spans, list[list[int]])]
     reached = segments_consumed(step, windows)
     for window in windows if world.is_main else ():
         state = "skips" if window.start >= reached else "has skipped"

@@ -31,8 +31,9 @@ from foundation.files import path_text
 from pretrain.config.engine import DeltaRule
 from pretrain.config.resolve import hashes_of_sets, splits_of_sets
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, runs_of_phases
+from pretrain.distributed.collectives import gather_values, raise_on_all_ranks
 from pretrain.distributed.threads import describe_waiting
-from pretrain.distributed.world import World, gather_values, raise_on_all_ranks
+from pretrain.distributed.world import World
 from pretrain.engines.engine import is_out_of_memory
 from pretrain.kernels.delta_rule import delta_rule_here, fingerprint
 from pretrain.kernels.triton.tiling import table_name

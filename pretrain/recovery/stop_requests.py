@@ -15,7 +15,8 @@ from types import FrameType
 import torch.distributed as dist
 
 from foundation.interruption import ONE_PRESS_SECONDS
-from pretrain.distributed.world import BackgroundExchanges, any_rank, on_any_rank
+from pretrain.distributed.collectives import any_rank, on_any_rank
+from pretrain.distributed.messages import BackgroundExchanges
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
 # mean the same. So does SIGHUP, of a terminal that is closed, unless nohup has it ignored.

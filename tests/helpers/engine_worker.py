@@ -40,14 +40,9 @@ from pretrain.config.run import (
     accumulation_steps,
     lanes_of_rank,
 )
-from pretrain.distributed.world import (
-    World,
-    destroy_process_group,
-    gather_values,
-    init_world,
-    rows_of_ranks,
-    sum_over_ranks,
-)
+from pretrain.distributed.collectives import gather_values, sum_over_ranks
+from pretrain.distributed.messages import gather_rows
+from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines import engine as engines
 from pretrain.engines.engine import Engine, StepResult
 from pretrain.evaluation.evaluate import training_evaluator
@@ -215,8 +210,8 @@ def refusal_of_a_pickle(directory: Path, sender: int, world: World) -> dict[str,
     """Let a rank send a pickle where the others send values; returns the error there."""
     if world.rank == sender:
         message = torch.frombuffer(bytearray(pickle.dumps(Runs(directory))), dtype=torch.uint8)
-        most = int(rows_of_ranks(torch.tensor([message.numel()])).max())
-        rows_of_ranks(pad(message, (0, most - message.numel())))
+        most = int(gather_rows(torch.tensor([message.numel()])).max())
+        gather_rows(pad(message, (0, most - message.numel())))
         return {}
     try:
         gather_values("", str)

@@ -19,18 +19,15 @@ import torch
 import torch.distributed as dist
 
 from foundation.errors import DataError
-from pretrain.distributed.world import (
-    LAZY_VARIABLE,
-    World,
+from pretrain.distributed.collectives import (
     any_rank,
-    describe_waits,
     gather_values,
-    init_world,
-    largest_of_ranks,
     on_any_rank,
     raise_on_all_ranks,
-    rows_of_ranks,
 )
+from pretrain.distributed.messages import describe_waits, gather_rows, max_over_ranks
+from pretrain.distributed.rendezvous import LAZY_VARIABLE
+from pretrain.distributed.world import World, init_world
 from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested
 from tests.helpers.forked_ranks import run_ranks
 
@@ -72,8 +69,8 @@ def collect(world: World) -> dict[str, object]:
 
     dist.isend = counted
     values = gather_values("r" * world.rank, str)
-    sums = rows_of_ranks(torch.tensor([[world.rank, 2]])).sum(0).tolist()
-    largest = largest_of_ranks(torch.tensor([world.rank, -world.rank])).tolist()
+    sums = gather_rows(torch.tensor([[world.rank, 2]])).sum(0).tolist()
+    largest = max_over_ranks(torch.tensor([world.rank, -world.rank])).tolist()
     of_values, sent[0] = sent[0], 0
     with raise_on_all_ranks():
         pass

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import HashStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from foundation.errors import exit_status_of
-from pretrain.distributed.world import Worker
+from pretrain.distributed.messages import Worker
 
 READS = ("os.listdir", "os.scandir")
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")

@@ -42,7 +42,8 @@ from pretrain.config.run import (
     OptimConfig,
     RunConfig,
 )
-from pretrain.distributed.world import World, sum_over_ranks
+from pretrain.distributed.collectives import sum_over_ranks
+from pretrain.distributed.world import World
 from pretrain.engines.engine import StepResult
 from pretrain.optim.parameter_groups import Fragment
 from tests.histories.jobs import current_job, jobs_in_this_process

@@ -28,11 +28,10 @@ from foundation.files import await_text
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.run import EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.rank_device import gpu_index
+from pretrain.distributed.rendezvous import collective_timeout, meeting_store
 from pretrain.distributed.world import (
-    collective_timeout,
     destroy_process_group,
     init_world,
-    meeting_store,
     ranks_on_this_node,
     world_from_environment,
 )

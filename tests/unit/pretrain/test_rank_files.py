@@ -30,7 +30,7 @@ from pretrain.checkpoint.save import RankFile, Save
 from pretrain.checkpoint.tensor_layout import HostBuffer, SplitTensors, copy_to_host, lay_out
 from pretrain.checkpoint.transfer import RankReports, decoded, encoded
 from pretrain.checkpoint.verify import rank_share, verify
-from pretrain.distributed.world import Worker
+from pretrain.distributed.messages import Worker
 from pretrain.model.lane_state import LaneState
 from pretrain.state import TrainState
 from tests.helpers.checkpoints import index_of

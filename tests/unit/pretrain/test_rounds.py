@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from pretrain.distributed.world import (
-    LARGEST_MESH,
-    any_rank,
-    destroy_process_group,
-    init_world,
-    rounds_of,
-)
+from pretrain.distributed.collectives import any_rank
+from pretrain.distributed.messages import num_rounds
+from pretrain.distributed.rendezvous import LARGEST_MESH
+from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.recovery.stop_requests import Agreement, StopRequest
 from tests.helpers.stop_ranks import ASKED_AT, MOST_ASKED, found_by_ranks
 
@@ -42,7 +39,7 @@ def test_all_ranks_stop_at_one_step_whichever_was_asked_and_agree_on_its_flags(f
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_ranks_get_all_values_and_the_first_error_in_log2_rounds(found, world):
     ranks = [collected for _, collected in found[world]]
-    size, rounds = len(ranks), rounds_of(len(ranks))
+    size, rounds = len(ranks), num_rounds(len(ranks))
     for rank in ranks:
         assert rank["values"] == ["r" * other for other in range(size)]
         assert rank["numbers"] == [[[size * (size - 1) // 2, 2 * size]], [size - 1, 0]]
@@ -85,7 +82,7 @@ def test_one_rank_starts_no_thread_and_says_what_is_true_when_asked():
 
 
 def test_rounds_grow_with_the_logarithm():
-    assert [rounds_of(size) for size in (1, 2, 3, 4, 5, 64, 4096)] == [0, 1, 2, 2, 3, 6, 12]
+    assert [num_rounds(size) for size in (1, 2, 3, 4, 5, 64, 4096)] == [0, 1, 2, 2, 3, 6, 12]
 
 
 # Each case in a process of its own: a hard limit cannot be raised again.
