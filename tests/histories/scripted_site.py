@@ -98,6 +98,7 @@ class QueuedJob:
     begins: float = 0.0  # not before
     end: str = ""  # accounting's state, once the end has come
     ended: float = 0.0
+    is_canceled: bool = False  # by a person
 
     @property
     def is_live(self) -> bool:
@@ -279,7 +280,9 @@ class Site:
         self.errors: list[str] = []
         self.overlaps: list[str] = []
         self.overruns = False
+        self.revived: list[int] = []  # jobs that start although somebody has canceled them
         self.storage_back = -1e9  # when it was
+        self.unanswered = -1e9  # when the controller last gave no answer
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         clock = SimpleNamespace(
@@ -382,6 +385,7 @@ class Site:
 
     def start(self, job: QueuedJob) -> None:
         """Run a start of the job until its supervisor has ended."""
+        self.revived += [job.number] * job.is_canceled
         job.state, job.reason, job.preempt_time, job.end = "RUNNING", "None", "None", ""
         job.nodes, job.began, job.starts = tuple(self._free(job)[:2]), self.time, job.starts + 1
         mine = Process(job, job.starts, job.restarts, job.nodes, self.time + LONGEST_START)
@@ -524,6 +528,8 @@ class Site:
     def _run(self, command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[Any]:
         """What `subprocess.run` does with a command of Slurm."""
         mood, timeout = self.mood, how.get("timeout") or 120.0
+        if mood in ("down", "late", "lost", "empty", "cut"):
+            self.unanswered = self.time
         if mood == "late":
             self.pass_by(timeout)
             raise subprocess.TimeoutExpired(list(command), timeout)
@@ -586,8 +592,10 @@ class Site:
         elif command[0] == "scancel":
             self.cancel(job)
         elif command[1] == "requeue":
-            if job.state != "RUNNING" or not job.may_requeue:
+            if job.state not in ("RUNNING", "COMPLETING") or not job.may_requeue:
                 return 1, b"", "Requested operation is presently disabled"
+            if job.state == "COMPLETING":  # beyond its time limit
+                self.conclude(job, "REQUEUED")
             self.end(job, "REQUEUED", "JOB REQUEUE")
         elif command[1] == "update":
             job.excluded = tuple(command[-1].partition("=")[2].split(","))
@@ -596,6 +604,7 @@ class Site:
         return 0, b"", ""
 
     def cancel(self, job: QueuedJob) -> None:
+        job.is_canceled |= job.state in ("RUNNING", "PENDING", "REQUEUE_HOLD")
         if job.state == "RUNNING":
             self.end(job, "CANCELLED", "")
         elif job.state in ("PENDING", "REQUEUE_HOLD"):

@@ -31,7 +31,16 @@ from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.jobs import job_of
 from tests.histories.runner import HistoryMachine, Problem, told_rule
-from tests.histories.scripted_site import ENDS, KILLED_TOO_OFTEN, STEPS, Process, QueuedJob, Site
+from tests.histories.scripted_site import (
+    ENDS,
+    KILL_WAIT,
+    KILLED_TOO_OFTEN,
+    STEPS,
+    WARNING,
+    Process,
+    QueuedJob,
+    Site,
+)
 
 PATIENCE = 600.0
 MOST = 3  # attempts without progress
@@ -93,6 +102,8 @@ class SupervisorHistory(HistoryMachine):
     def check(self) -> None:
         if self.site.overlaps:
             self._note("two jobs train", self.site.overlaps[0])
+        if self.site.revived:
+            self._note("a canceled job starts again", self.site.revived)
         if self.site.overruns:
             self._note("a supervisor without an end")
         if self.problem is not None:
@@ -198,7 +209,6 @@ class SupervisorHistory(HistoryMachine):
     def change_limit(self, after: float, minutes: int) -> None:
         def act(job: QueuedJob) -> None:
             job.limit = 60.0 * minutes
-            self.may_end |= {"limit"} if minutes < 10 else set()
             if job.state == "RUNNING":
                 self.site.arm(job)
 
@@ -326,6 +336,9 @@ class SupervisorHistory(HistoryMachine):
                 self._note("the supervisor failed", end.message)
         if status == KILLED_TOO_OFTEN:
             self.may_end.add("killed")
+        is_asking = self.site.time - self.site.unanswered < WARNING + KILL_WAIT
+        if status is None and job.end == "TIMEOUT" and is_asking:  # Slurm let it requeue nothing
+            self.may_end.add("requeue")
         if status is None or status == KILLED_TOO_OFTEN:
             return
         if process.start < job.starts:  # it was forgotten, and the next start has the run
@@ -340,12 +353,11 @@ class SupervisorHistory(HistoryMachine):
         if status == 0 and not is_done:
             self._note("exit status 0 with steps left")
         if status == 2:
-            refused = any(ranks.plan == "refused" for ranks in self.site.ranks[-1:])
-            if (
-                not refused
-                and self.site.counted < MOST
-                and not self.may_end & {"limit", "never trained"}
-            ):
+            # Before a short limit, or all of them on a site that fails.
+            in_a_row = ("starts in a row", f"{MOST} times in a row")
+            is_futile = ends and any(words in ends[-1].message for words in in_a_row)
+            refused = is_futile or any(ranks.plan == "refused" for ranks in self.site.ranks[-1:])
+            if not refused and self.site.counted < MOST and "never trained" not in self.may_end:
                 self._note("given up without evidence", ends[-1].cause if ends else "")
             self.may_end.add("evidence")
 

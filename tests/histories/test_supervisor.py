@@ -46,6 +46,10 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("kill_supervisor", {"after": 2.0}),
         ("take_storage_away", {"after": 0.0, "seconds": 3.0}),
     ],
+    "a job that its limit, cut below its age, ended while it waited for storage": [
+        ("take_storage_away", {"after": 2.0, "seconds": 900.0}),
+        ("change_limit", {"after": 1000.0, "minutes": 1}),
+    ],
     "nodes were waited for after Slurm had taken the start": [
         ("break_node", {"after": 0.0, "seconds": 900.0, "node": 1, "how_far": 0}),
         ("requeue", {"after": 70.0, "held": False}),
