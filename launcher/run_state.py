@@ -17,7 +17,7 @@ from foundation.errors import UserError, os_error_text, remedy_of
 from foundation.ownership import is_of_another_user
 from foundation.progress import duration
 from foundation.settings import load_config
-from launcher.slurm.client import BrokenAnswer, JobRecord, QueuedJob, Slurm, node_names
+from launcher.slurm.client import BrokenAnswer, JobRecord, QueuedJob, Slurm
 from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.verify import latest_step
@@ -555,7 +555,7 @@ def joined(state: RunState, queued: QueuedJob | None, records: Sequence[JobRecor
     records = [each for each in records if each.work_dir in state.work_dirs]
     if queued is not None and queued.is_live:
         if state.state is State.DONE:
-            nodes = " ".join(node_names(queued.nodes)) or "its nodes"
+            nodes = " ".join(queued.known_nodes) or "its nodes"
             return replace(state, reason=f"its job {state.job} still holds {nodes}")
         return (_pending if queued.is_pending else _running)(state, queued, records)
     ending = (queued.state if queued else records[-1].state if records else "").partition(" ")[0]
@@ -584,7 +584,7 @@ def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> R
 
 
 def _running(state: RunState, job: QueuedJob, _: Sequence[JobRecord]) -> RunState:
-    was, nodes = state.state, state.nodes or tuple(node_names(job.nodes))
+    was, nodes = state.state, state.nodes or tuple(job.known_nodes)
     state = replace(state, state=State.RUNNING, nodes=nodes)
     if job.state != "RUNNING":
         return replace(state, reason=f"its job is {job.state.lower()}")

@@ -91,6 +91,14 @@ class QueuedJob:
         return f"{self.array_id}_{self.array_index}" if is_task else self.id
 
     @property
+    def known_nodes(self) -> list[str]:
+        """The names of its nodes, to be shown; none where Slurm's list of them is unreadable."""
+        try:
+            return node_names(self.nodes)
+        except SlurmUnreachable:
+            return []
+
+    @property
     def is_live(self) -> bool:
         """Whether it is pending, running or completing."""
         return self.is_pending or self.state in _LIVE_STATES
@@ -270,23 +278,31 @@ class Slurm:
         """Cancel a job, or a step; one that has ended already is left alone."""
         self._checked(["scancel", job])
 
-    def requeue(self, job: str, exclude: Sequence[str] = ()) -> None:
-        """Requeue a job, which ends all its processes, possibly this one; its next start avoids the
-        nodes `exclude`, by the only list that a user may change without naming the job's nodes.
+    def requeue(self, job: str, restart: int, exclude: Sequence[str] = ()) -> None:
+        """Requeue the start number `restart` of a job, which ends all its processes, possibly this
+        one; its next start avoids the nodes `exclude`, by the only list that a user may change
+        without naming the job's nodes. Idempotent: after a lost answer no other start is requeued.
 
         Slurm lets it wait for the lifetime of a credential, by default two minutes.
         """
-        before = self.details(job).get("ExcNodeList")
+        fields = self.details(job)
+        if not fields:
+            raise UserError(f"job {job} is unknown to Slurm")
+        is_requeued = int(fields["Restarts"]) > restart
+        excluded = node_names(fields.get("ExcNodeList", ""))
         # If the job is our own, Slurm sends SIGTERM to all its processes as soon as it is requeued.
         # The commands inherit the blocked signal, so that neither they nor this process die before
         # the update.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            self._checked(["scontrol", "requeue", job])
-            if exclude:  # only a job that waits can be updated, and an update replaces the list
-                nodes = [*exclude, *([before] if before else [])]
-                update = ["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"]
-                self._checked(update)
+            if not is_requeued:
+                self._checked(["scontrol", "requeue", job])
+            # Only a job that waits can be updated, and an update replaces the list.
+            if not set(exclude) <= set(excluded) and not (
+                is_requeued and fields["JobState"] == "RUNNING"
+            ):
+                nodes = ",".join(dict.fromkeys([*exclude, *excluded]))
+                self._checked(["scontrol", "update", f"JobId={job}", f"ExcNodeList={nodes}"])
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 

@@ -247,6 +247,16 @@ def test_a_broken_line_of_the_queue_leaves_the_other_jobs_as_they_are(caplog, br
     assert "job 18: " in "".join(caplog.messages)
 
 
+def test_a_list_of_nodes_that_cannot_be_read_hides_no_run():
+    jobs = (("17", "n[1-"), ("18", "n2"))
+    lines = [f"{n}|{n}|N/A|RUNNING|None|{nodes}|N/A|/runs/books" for n, nodes in jobs]
+    found = with_queue([replace(RUN, job=job) for job, _ in jobs], scripted(records(*lines)))
+    assert [(state.state, state.nodes) for state in found] == [
+        ("running", ()),
+        ("running", ("n2",)),
+    ]
+
+
 def test_slurm_is_not_asked_about_runs_it_never_had_or_that_are_done():
     never = replace(RUN, job=None)
     done = replace(RUN, state=State.DONE)
