@@ -52,6 +52,7 @@ class Ranks(Protocol):
 
     logs: list[Path]  # in rank order
     first_failure: int | None  # the rank that failed first, known after `wait`
+    was_stopped: bool  # all at once, by somebody else than this supervisor; the same
 
     def wait(self, *, meanwhile: Callable[[], None]) -> Sequence[int]:
         """Exit statuses in rank order when all have exited; calls `meanwhile` many times a second
@@ -177,7 +178,7 @@ class _Attempts:
             after > before,
             self.count,
             self.policy,
-            stop_requested=self.stop.requests > 0,
+            stop_requested=self.stop.requests > 0 or ranks.was_stopped,
             is_complete=is_complete,
             may_wait=self.waits_since is None or self._waited < run_dir.patience.seconds,
             can_requeue=can_requeue,

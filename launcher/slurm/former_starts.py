@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from foundation.progress import duration
 from launcher.restart_policy import EVIDENCE, About
+from launcher.slurm.client import node_names
 from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,
@@ -82,6 +83,23 @@ def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
         ):
             made_progress = (event.step or 0) > (event.step_before or 0)
             count = 0 if made_progress else count + 1
+    return count
+
+
+def starts_without_progress(ledger: Sequence[Event], job: str) -> int:
+    """How many starts of this job in a row the site has ended without a newer checkpoint. One that
+    left some of its nodes, not all, does not count: the next one has others."""
+    count = saved = num_nodes = 0
+    for event in ledger:
+        if not isinstance(event, (JobStarted, JobEnded)) or event.job != job:
+            continue
+        if isinstance(event, JobStarted):
+            num_nodes = len(event.nodes)
+        elif event.reason is JobEndReason.NOT_STARTED:
+            num_left = len(node_names(event.node or ""))
+            count += num_left in (0, num_nodes)
+        if (step := event.step or 0) > saved:
+            count, saved = 0, step
     return count
 
 

@@ -22,7 +22,11 @@ from foundation.files import end_of
 from foundation.retry import CLOCK, Clock
 from launcher.restart_policy import StartAgain
 from launcher.slurm.client import Slurm, node_names, own_job
-from launcher.slurm.former_starts import attempts_without_progress, refusal_of_futile_starts
+from launcher.slurm.former_starts import (
+    attempts_without_progress,
+    refusal_of_futile_starts,
+    starts_without_progress,
+)
 from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
@@ -242,8 +246,7 @@ class JobExit:
     def complete(self, ended: JobEnded) -> int:
         """Do what a killed supervisor of this start left of the end it wrote; the exit status."""
         self._is_written = True
-        fields = self._fields()
-        if ended.requeued and int(fields.get("Restarts", "0")) == self._job.restart:
+        if ended.requeued:
             self._requeue(ended)
         return 0 if ended.reason is JobEndReason.FINISHED else EXIT_STOPPED
 
@@ -336,13 +339,7 @@ class JobExit:
             # Slurm kills it when the node registers. If it exited before, the node would refuse the
             # job's next start as a duplicate, and be drained.
             self._clock.sleep(_UNKNOWN_SECONDS)
-        if event.requeued:
-            try:
-                self._requeue(event)
-            except UserError as error:
-                _log.error("%s", error)
-                event = self._recorded(replace(event, requeued=False, is_final=True))
-        return event
+        return self._requeue(event) if event.requeued else event
 
     def _recorded(self, event: JobEnded) -> JobEnded:
         """The end as it is in the ledger, if that can be written."""
@@ -365,8 +362,12 @@ class JobExit:
         refusal = refusal_of_futile_starts(
             events, self._job.id, self._most_futile, self._time_limit, self._shortened_from()
         )
-        count = attempts_without_progress(events, self._job.id)
-        if event.reason in _COUNTED and count >= self._most_futile:
+        count = 0
+        if event.reason in _COUNTED:
+            count = attempts_without_progress(events, self._job.id)
+        elif event.reason is JobEndReason.NOT_STARTED:
+            count = starts_without_progress(events, self._job.id)
+        if count >= self._most_futile:
             refusal = f"{event.cause}; {count} times in a row without progress"
         if event.requeued and refusal:
             return replace(event, reason=JobEndReason.ERROR, requeued=False, message=refusal)
@@ -380,12 +381,28 @@ class JobExit:
         except (ConfigError, OSError, ValueError):
             return ""
 
-    def _requeue(self, event: JobEnded) -> None:
+    def _requeue(self, event: JobEnded) -> JobEnded:
+        """Requeue the job, as its recorded end says; another end if that cannot be done, or if a
+        person has canceled the job by now, such as while Slurm did not respond."""
         ends: list[Event] = [event]  # which may not be in the ledger
         with contextlib.suppress(OSError):
             ends = [*self._run_dir.ledger.read(), event]
         exclude = list(dict.fromkeys(excluded_nodes(ends, self._job.id)))
-        self._slurm.answered(self._slurm.requeue, self._job.id, exclude)
+
+        def requeue() -> bool:
+            if self._ending().reason is JobEndReason.CANCELED:
+                return False
+            self._slurm.requeue(self._job.id, self._job.restart, exclude)
+            return True
+
+        try:
+            if self._slurm.answered(requeue):
+                return event
+            other = replace(event, reason=JobEndReason.CANCELED, requeued=False)
+        except UserError as error:
+            _log.error("%s", error)
+            other = replace(event, requeued=False, is_final=True)
+        return self._recorded(other)
 
 
 def _said_by_slurm(logs: Path, job_log: Path) -> str:

@@ -336,7 +336,7 @@ def main() -> int:
                 return 0
             first, nodes = fields.get("BatchHost"), node_names(fields["NodeList"])
             if fields.get("JobState") == "RUNNING" and first and first not in nodes:
-                slurm.requeue(job)  # Slurm has taken the batch script's node from it
+                slurm.requeue(job, int(restart))  # Slurm has taken the batch script's node from it
                 return 0
         except SlurmUnreachable:
             continue

@@ -118,6 +118,8 @@ class SlurmRanks:
     def __init__(self, step: Step, run_dir: RunDir, attempt: int, token: str) -> None:
         self._step = step
         self.first_failure: int | None = None
+        self.was_stopped = False
+        self._was_ended_here = False  # by this supervisor
         self.needs_new_start = False  # this start of the job can launch no step any more
         files = AttemptFiles(run_dir.logs, attempt)
         files.create_meeting()
@@ -166,6 +168,7 @@ class SlurmRanks:
                 raise
             if ends.have_been_for_long():
                 _log.warning("srun still waits although its ranks have ended: ending it")
+                self._was_ended_here = True
                 self._srun.terminate()  # it waits for its step as long as Slurm's KillWait
                 try:
                     self._srun.wait(_END_SECONDS)
@@ -178,6 +181,8 @@ class SlurmRanks:
         self.needs_new_start = NEEDS_NEW_START.search(log) is not None
         # Where a node failed, srun kills the ranks of the others, and names those alone.
         lost = self._step.first_rank_of(failed_nodes(log))
+        are_innocent = lost is None and not any(end.is_failure for end in ends.found.values())
+        self.was_stopped = are_innocent and not self._was_ended_here and ended_from_outside(log)
         of_ranks = first_failure(ends.found, len(self.logs), log)
         self.first_failure = of_ranks if lost is None else lost
         return ends.statuses()
@@ -192,6 +197,7 @@ class SlurmRanks:
         self._srun.send_signal(SAVE_AND_STOP)
 
     def kill(self) -> None:
+        self._was_ended_here = True
         self._srun.kill()
 
     def describe_failure(self, statuses: Sequence[int]) -> str:
@@ -204,6 +210,10 @@ class SlurmRanks:
 
 _LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
 _NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
+# What srun says first if it is to end the step, and if a task has ended.
+_FIRST_END = re.compile(
+    r"^srun: (?:(forcing job termination|Job step aborted)|error: \S+: tasks? )", re.MULTILINE
+)
 _FAILED_NODE = re.compile(r"(?:Node failure on|Task launch for \S+ failed on node) ([^\s:]+)")
 # How long srun may run on when all ranks have ended, and when one has failed: then srun kills the
 # others, which takes Slurm's KillWait (30 s).
@@ -308,6 +318,13 @@ def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) ->
     named = _NAMED_FIRST.search(srun_log)
     any_failed = len(ends) < num_ranks or any(end.is_failure for end in ends.values())
     return int(named[1]) if named and any_failed else None
+
+
+def ended_from_outside(log: str) -> bool:
+    """Whether a person or a program has ended the step, by a signal to srun or by scancel: srun
+    then kills the ranks at once, and says so before any task has ended."""
+    first = _FIRST_END.search(log)
+    return first is not None and first[1] is not None
 
 
 def failed_nodes(log: str) -> list[str]:

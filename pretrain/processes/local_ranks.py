@@ -46,6 +46,8 @@ class RankGroup:
     stays: to the kernel, the death of that thread is the death of the parent.
     """
 
+    was_stopped = False  # nobody else has a way to stop all ranks
+
     def __init__(
         self,
         command: Sequence[str],

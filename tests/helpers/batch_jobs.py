@@ -33,6 +33,7 @@ class ScriptedRanks:
 
     statuses: Sequence[int]
     first_failure: int | None = None
+    was_stopped: bool = False
     needs_new_start: bool = False
     failed_nodes: Sequence[str] = ()
     logs: list[Path] = field(default_factory=list)
@@ -62,6 +63,8 @@ class BatchJob:
         self.queue: list[str] = []  # records of squeue
         self.fields: dict[str, str] = {}  # of the job, other than usual
         self.commands: list[str] = []
+        # Answers that are lost: (command, whether it is done, what the job is then).
+        self.lost: list[tuple[str, bool, dict[str, str]]] = []
         self.nodes_of_steps: list[tuple[str, ...]] = []
         self.num_written = 0
         self._monkeypatch = monkeypatch
@@ -107,6 +110,12 @@ class BatchJob:
         return exit_status_of(lambda: job_supervisor.run(arguments, site))
 
     def _answer(self, command: Sequence[str], _: float) -> subprocess.CompletedProcess[str]:
+        if self.lost and " ".join(command).startswith(self.lost[0][0]):
+            is_done, fields = self.lost.pop(0)[1:]
+            if is_done:
+                self._answer(command, 0.0)
+            self.fields |= fields
+            return subprocess.CompletedProcess(command, 1, "", "Socket timed out on send/recv")
         self.commands.append(" ".join(command[:3]))
         usual = {"JobState": "RUNNING", "PreemptTime": "None", "Restarts": str(self.restart)}
         usual |= {"StartTime": BEGAN, "NodeList": "n[1-2]", "Partition": "main", "Requeue": "1"}

@@ -15,12 +15,15 @@ from pretrain.rundir.events import (
     NEVER_STARTED,
     AttemptEnded,
     JobEnded,
+    JobEndReason,
+    JobStarted,
     NextAction,
     NodesUnready,
     TrainingBegan,
 )
 from pretrain.rundir.ledger import events_of
 from tests.helpers.batch_jobs import BEGAN, PATIENCE, BatchJob
+from tests.helpers.checkpoints import publish_step
 
 BEGUN = TrainingBegan(step=0, world_size=2)
 BLIND = {"n2": "does not see the run directory"}
@@ -65,6 +68,91 @@ def test_after_the_patience_the_job_starts_again_without_the_node(batch, statuse
     assert [end.node] == (excluded or [None])
     assert ("scontrol update JobId=7" in batch.commands) is bool(excluded)
     assert read_state(batch.run_dir.path).state == "requeued"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "requeued"),
+    [
+        (SITE, [True, True, False]),
+        (UNSTARTED, [True, True, True, False]),  # one of two nodes is left, then there are no more
+    ],
+)
+def test_starts_that_the_site_keeps_from_training_end_the_run_with_the_last_evidence(
+    batch, statuses, requeued
+):
+    batch.write(BEGUN)
+    for restart, is_requeued in enumerate(requeued):
+        batch.restart = restart
+        batch.fields = {"Partition": "main"} if restart == 0 else {"ReqNodeList": "n[1-2]"}
+        assert batch.run(statuses=[statuses]) == (EXIT_STOPPED if is_requeued else 2)
+        assert last_end(batch).requeued is is_requeued
+    reason = read_state(batch.run_dir.path).reason
+    assert reason.startswith("storage or host" if statuses is SITE else "rank 1 never started")
+    assert reason.endswith("; 3 times in a row without progress")
+
+
+def test_a_new_checkpoint_and_left_nodes_start_the_count_of_the_sites_failures_again(batch):
+    for restart in range(6):
+        batch.restart, batch.fields = restart, {"ReqNodeList": "n[1-2]"}
+        publish_step(batch.run_dir.checkpoints, restart // 2 + 1)
+        batch.run(statuses=[SITE])
+        assert last_end(batch).requeued
+
+
+REQUEUE, UPDATE = "scontrol requeue", "scontrol update"
+AGAIN = {"JobState": "RUNNING", "Restarts": "1"}
+
+
+@pytest.mark.parametrize(
+    ("lost", "commands"),
+    [
+        ([(REQUEUE, True, {})], [REQUEUE, UPDATE]),
+        ([(REQUEUE, False, {})], [REQUEUE, UPDATE]),
+        ([(UPDATE, False, {})], [REQUEUE, UPDATE]),
+        ([(REQUEUE, True, {}), ("scontrol show", False, {}), (UPDATE, True, {})],
+         [REQUEUE, UPDATE]),
+        ([(REQUEUE, True, AGAIN)], [REQUEUE]),  # its next start has begun
+        ([(UPDATE, False, AGAIN)], [REQUEUE]),
+    ],
+)  # fmt: skip
+def test_a_requeue_without_an_answer_is_made_once(batch, lost, commands):
+    batch.write(BEGUN)
+    batch.lost = lost
+    problems = {"n2": "does not start the ranks' program"}
+    assert batch.run(probe=lambda _: problems) == EXIT_STOPPED
+    done = [command.rpartition(" ")[0] for command in batch.commands]
+    assert [command for command in done if command == REQUEUE] == [REQUEUE]
+    assert list(dict.fromkeys(c for c in done if c in (REQUEUE, UPDATE))) == commands
+    assert (batch.new_events()[-1:], last_end(batch).requeued) == (["not_started"], True)
+
+
+CANCELED = {"JobState": "COMPLETING"}
+
+
+@pytest.mark.parametrize("moment", ["before its requeue", "before a requeue that was recorded"])
+def test_a_job_that_its_user_cancels_is_never_requeued(batch, moment):
+    if moment == "before its requeue":  # while Slurm does not respond
+        batch.lost = [(REQUEUE, False, CANCELED)]
+    else:
+        began = JobStarted(job="7", restart=0, nodes=("n1", "n2"), step=0)
+        end = JobEnded(job="7", restart=0, reason=JobEndReason.STOP_REQUESTED, requeued=True)
+        batch.write(began, end)
+        batch.fields = CANCELED
+    assert batch.run(statuses=[STOPPED]) == EXIT_STOPPED
+    assert "scontrol requeue 7" not in batch.commands
+    assert (last_end(batch).reason, last_end(batch).requeued) == (JobEndReason.CANCELED, False)
+    assert read_state(batch.run_dir.path).state == "canceled"
+
+
+def test_ranks_that_somebody_stopped_are_no_evidence_against_the_run(batch):
+    """Such as by SIGTERM to their srun, which kills them at once."""
+    for restart in range(4):
+        batch.restart, batch.fields = restart, {}
+        assert batch.run(statuses=[(-9, -9)], was_stopped=True) == EXIT_STOPPED
+    assert batch.new_events() == ["JobStarted", "AttemptEnded", "stop_requested"] * 4
+    assert all(
+        not each.without_progress for each in events_of(batch.run_dir.ledger.read(), AttemptEnded)
+    )
 
 
 @pytest.mark.parametrize("has_trained", [False, True])

@@ -25,6 +25,7 @@ from launcher.slurm.srun import (
     RankEnds,
     Step,
     answers_of,
+    ended_from_outside,
     failed_nodes,
     first_failure,
     probe_nodes,
@@ -291,6 +292,29 @@ EXITED = "srun: error: {}: Exited with exit code 1\n"
 def test_the_rank_that_failed_first_hand_is_found(statuses, ended, log, rank):
     ends = {each: RankEnd(statuses[each], when) for each, when in ended.items()}
     assert first_failure(ends, len(statuses), log) == rank
+
+
+STEP_ABORTED = "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
+STEP_CANCELED = "0: slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT T ***\n"
+TASK_KILLED = "srun: error: n1: task 0: Killed\n"
+TERMINATING = "srun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # SIGTERM, SIGHUP or SIGQUIT to srun.
+        (["srun: forcing job termination\n", STEP_CANCELED, STEP_ABORTED, TASK_KILLED], True),
+        (["srun: Quit\nsrun: forcing job termination\n", STEP_ABORTED, TASK_KILLED], True),
+        ([STEP_ABORTED, STEP_CANCELED, TASK_KILLED, TERMINATING], True),  # scancel JOB.STEP
+        ([TASK_KILLED, TERMINATING, "srun: Force Terminated StepId=1.0\n"], False),
+        ([TASK_KILLED, TERMINATING, STEP_ABORTED, STEP_CANCELED], False),
+        (["0: srun: forcing job termination\n", TASK_KILLED], False),  # a rank prints it
+        ([], False),
+    ],
+)
+def test_an_srun_that_was_asked_to_end_says_so_before_any_task_ends(lines, expected):
+    assert ended_from_outside("".join(lines)) is expected
 
 
 THREE = JobNodes(("n1", "n2"), ("n3",))
