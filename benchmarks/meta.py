@@ -39,7 +39,7 @@ def meta_as_gpu() -> Iterator[Counter[str]]:
 
     from pretrain.kernels.triton import attention
     from pretrain.kernels.triton import dropout as dropout_kernels
-    from pretrain.model import attention_paths, dropout
+    from pretrain.model import attention_backends, dropout
 
     launches: Counter[str] = Counter()
 
@@ -58,8 +58,8 @@ def meta_as_gpu() -> Iterator[Counter[str]]:
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stack.enter_context(patch.object(module, name, Kernel()))
         for module, name, replacement in (
-            (attention_paths, "unsupported_reason", lambda _: None),
-            (attention_paths, "scaled_dot_product_attention", flash),
+            (attention_backends, "unsupported_reason", lambda _: None),
+            (attention_backends, "scaled_dot_product_attention", flash),
             (bias, "causal_lower_right", lambda *_: None),
             (torch.nn.functional, "rms_norm", rms_norm),
             (dropout, "missing_for_compiling", lambda: None),

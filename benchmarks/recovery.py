@@ -38,8 +38,8 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Engine
-from pretrain.model.lane_state import Memory
-from pretrain.optim.optimizers import learning_rate_at
+from pretrain.model.memory import Memory
+from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.rewind import SpikeDetector
 from pretrain.run import build_engine
 from pretrain.rundir.events import Spike

@@ -27,8 +27,8 @@ from benchmarks.meta import meta_as_gpu, model_on_meta, trained_on_meta
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.settings import parse_config
 from pretrain.config.run import RunConfig, lanes_of_rank
+from pretrain.costs.device_memory import bucket_elements
 from pretrain.costs.flops import parameters_of
-from pretrain.costs.memory import bucket_elements
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.optim.parameter_groups import parameter_groups
 from pretrain.run import build_engine

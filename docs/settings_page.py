@@ -11,8 +11,8 @@ from data_pipeline.config import CorpusConfig
 from foundation.cli import ResumeRule, default_of, kind_of, no_resume
 from foundation.settings import Setting, settings_of
 from pretrain.commands.settings import resume_rule
+from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig
 
 PATH = Path(__file__).with_name("settings.md")
 INTRODUCTION = """\

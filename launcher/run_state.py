@@ -21,7 +21,8 @@ from launcher.slurm.client import BrokenAnswer, JobRecord, QueuedJob, Slurm
 from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.verify import latest_step
-from pretrain.config.run import RunConfig, tokens_of_steps
+from pretrain.config.phases import tokens_of_steps
+from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults, results_of
 from pretrain.rundir.attempt_files import AttemptStart, open_start
 from pretrain.rundir.events import (

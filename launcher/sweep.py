@@ -27,8 +27,8 @@ from launcher.slurm.sbatch import (
     replaced_snapshot,
 )
 from launcher.stop_signals import StopSignals
+from pretrain.config.cluster import ClusterConfig, NodeRange
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
-from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.reporting.results import differing_settings

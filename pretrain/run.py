@@ -37,18 +37,16 @@ from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.mirror import Mirror, mirror_url
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
 from pretrain.checkpoint.verify import latest_step
-from pretrain.config.resolve import check_same_sets, hashes_of_sets, splits_of_sets
-from pretrain.config.run import (
-    RunConfig,
-    accumulation_steps,
+from pretrain.config.evaluation_sets import check_same_sets, hashes_of_sets, splits_of_sets
+from pretrain.config.phases import (
     describe_phase,
     lane_seed_at,
-    lanes_of_rank,
     mixture_setting,
     run_at,
     runs_of_phases,
 )
-from pretrain.costs.memory import check_host_memory
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
+from pretrain.costs.device_memory import check_host_memory
 from pretrain.distributed.collectives import (
     broadcast_value,
     gather_values,
@@ -58,8 +56,14 @@ from pretrain.distributed.collectives import (
 )
 from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, ranks_on_this_node
-from pretrain.engines.engine import EmaEngine, Engine, TorchEngine, check_precision
-from pretrain.evaluation.evaluate import check_training_tasks, training_evaluator, training_tasks
+from pretrain.engines.ema import EmaEngine
+from pretrain.engines.engine import Engine, check_precision
+from pretrain.engines.torch_engine import TorchEngine
+from pretrain.evaluation.training_evaluation import (
+    check_training_tasks,
+    training_evaluator,
+    training_tasks,
+)
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
 from pretrain.model.parameters import WithoutDrawing

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from data_pipeline.lanes.lane_stream import LaneCursor, SegmentBatch
-from pretrain.model.lane_state import LaneState, Memory
+from pretrain.model.memory import Memory, MemoryLayout
 
 
 @dataclass
@@ -34,10 +34,10 @@ class TrainState:
 
 
 def memories_without(
-    lane_state: LaneState, batch: SegmentBatch, before: Sequence[Memory | None]
+    memory_layout: MemoryLayout, batch: SegmentBatch, before: Sequence[Memory | None]
 ) -> list[Memory | None]:
     """The slots' memories `before` the batch, knowing which documents started in it."""
     return [
-        lane_state.after_forgotten_segment(memory, torch.from_numpy(slot.starts_BL))
+        memory_layout.after_forgotten_segment(memory, torch.from_numpy(slot.starts_BL))
         for memory, slot in zip(before, batch.split(len(before)), strict=True)
     ]

@@ -14,13 +14,15 @@ from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.mirror import Mirror
 from pretrain.checkpoint.replicas import NonFiniteError
-from pretrain.config.run import RunConfig, starts_phase
+from pretrain.config.phases import starts_phase
+from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
-from pretrain.engines.engine import Engine, MemoryOffload
+from pretrain.engines.engine import Engine
+from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import Copy
-from pretrain.model.lane_state import LaneState
-from pretrain.optim.optimizers import learning_rate_at
+from pretrain.model.memory import MemoryLayout
+from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.rewind import SpikeMonitor
 from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested
@@ -97,7 +99,7 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
             # What a harmful segment left in memory would spoil all later steps. An overflow is only
             # the gradients' business: the loss scale was too large, but the forward pass was sound.
             offload.wait()
-            state.memories = memories_without(LaneState(config.model), batch, memories_before)
+            state.memories = memories_without(MemoryLayout(config.model), batch, memories_before)
         state.advance(batch, config.tokens_per_step)
         metrics.end_step(state, result, learning_rate)
 

@@ -20,14 +20,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.findings import Context, wait_for
 from benchmarks.gpu.processes import INTERPRETER
 from benchmarks.measure import in_turns, timed
-from pretrain.model.attention_paths import (
-    AttentionPath,
+from pretrain.model.attention_backends import (
+    AttentionBackend,
     ScoreTerms,
-    Visibility,
     WeightDropout,
     fused_attention,
     sdpa_attention,
 )
+from pretrain.model.visibility import Visibility
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class AttentionInputs:
     def leaves(self) -> list[Tensor]:
         return [self.query_BLNH, self.key_value_BC2GH, self.position_CNH, *self.biases_NH]
 
-    def relative(self, path: AttentionPath) -> Tensor:
+    def relative(self, path: AttentionBackend) -> Tensor:
         """Return the paper's attention [B, L, N, H] by one of the paths."""
         terms = ScoreTerms(
             position_CNH=self.position_CNH,
@@ -100,7 +100,7 @@ class AttentionInputs:
         """Return attention as a model with rope computes it, [B, L, N, H]."""
         return self._by(sdpa_attention, ScoreTerms())
 
-    def _by(self, path: AttentionPath, terms: ScoreTerms) -> Tensor:
+    def _by(self, path: AttentionBackend, terms: ScoreTerms) -> Tensor:
         no_dropout = WeightDropout(rate=0.0, layer=0, stream=None)
         return path(self.query_BLNH, [self.key_value_BC2GH], terms, self._visibility, no_dropout)
 

@@ -20,8 +20,8 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import batch_tensors
-from pretrain.model.lane_state import Memory
-from pretrain.optim.optimizers import learning_rate_at
+from pretrain.model.memory import Memory
+from pretrain.optim.schedule import learning_rate_at
 
 
 def yardstick(run: RunConfig) -> RunConfig:

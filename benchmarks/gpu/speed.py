@@ -14,10 +14,10 @@ from benchmarks.gpu.findings import Context, wait_for
 from benchmarks.gpu.gpt import GptTrainer, yardstick
 from benchmarks.gpu.training import Trainer, measured_run, one_rank
 from data_pipeline.lanes.lane_stream import Prefetcher
+from pretrain.config.devices import DEVICES, device_named
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import DEVICES, device_named
+from pretrain.costs.device_memory import Footprint
 from pretrain.costs.flops import cost_of, flops_of, mean_memory
-from pretrain.costs.memory import Footprint
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World
 

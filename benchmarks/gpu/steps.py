@@ -13,7 +13,7 @@ from foundation.errors import UserError
 ROOT = Path(__file__).parents[2]
 LONGEST_STEP = 480.0  # seconds: machines that are lent may end a command after ten minutes
 
-_KERNELS = ("pretrain/kernels/triton", "pretrain/model/attention_paths.py")
+_KERNELS = ("pretrain/kernels/triton", "pretrain/model/attention_backends.py")
 _MODEL = ("pretrain/model", "pretrain/kernels/triton", "configs/models")
 _TRAINING = (*_MODEL, "pretrain/engines", "pretrain/optim", "benchmarks/gpu/training.py")
 _SPEED = (*_TRAINING, "benchmarks/gpu/speed.py")

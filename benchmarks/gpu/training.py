@@ -26,8 +26,8 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import DataConfig, RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world
-from pretrain.engines.engine import MemoryOffload
-from pretrain.optim.optimizers import learning_rate_at
+from pretrain.engines.memory_offload import MemoryOffload
+from pretrain.optim.schedule import learning_rate_at
 from pretrain.processes.device import has_bf16, set_determinism
 from pretrain.run import build_engine
 from pretrain.state import TrainState

@@ -13,8 +13,9 @@ from torch.nn.functional import layer_norm
 
 from benchmarks.measure import Comparison, timed
 from pretrain.config.run import ModelConfig
-from pretrain.model.attention_paths import RelativePositions, Visibility
-from pretrain.model.layer import RelativeAttention
+from pretrain.model.attention import RelativeAttention
+from pretrain.model.positions import RelativePositions
+from pretrain.model.visibility import Visibility
 from tests.helpers.reference_attention import ReferenceAttention
 
 LANES, HEADS, D_MODEL = 8, 8, 512

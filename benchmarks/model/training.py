@@ -14,7 +14,7 @@ from benchmarks.measure import Comparison, Measurement, in_turns, timed
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.costs.flops import cost_of, flops_of
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.lane_state import Memory
+from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.optimizers import build_optimizer
 from tests.helpers.reference_training import ReferenceTrainer, ReferenceTransformerXL

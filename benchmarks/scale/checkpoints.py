@@ -29,7 +29,7 @@ from pretrain.checkpoint.transfer import RankReports
 from pretrain.checkpoint.verify import check_share, rank_share
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
-from pretrain.costs.memory import checkpoint_bytes
+from pretrain.costs.device_memory import checkpoint_bytes
 from tests.helpers.checkpoints import index_of, publish_step
 
 MODEL = code_that_runs() / "configs" / "models" / "xl_modern_7b.yaml"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from benchmarks.measure import markdown_table
 from benchmarks.scale.costs import RANKS, RANKS_OF_NODE
 from benchmarks.scale.failures import exponential, simulate, uniform, weibull
-from pretrain.costs.cluster import ClusterConfig
+from pretrain.config.cluster import ClusterConfig
 from pretrain.costs.run_time import FailureCosts, costs_on
 
 CHECKPOINT_BYTES = 840e9  # 70B parameters: fp32 weights and two moments

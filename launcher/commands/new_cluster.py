@@ -12,7 +12,7 @@ from foundation.errors import ConfigError, UserError
 from foundation.files import refuse_overwrite, write_new
 from foundation.yaml_files import require_yaml_name
 from launcher.slurm.client import Partition, Slurm
-from pretrain.costs.cluster import ClusterConfig, seconds_of
+from pretrain.config.cluster import ClusterConfig, seconds_of
 
 LONGEST_JOB = "24:00:00"
 SIGNAL_SECONDS = 300

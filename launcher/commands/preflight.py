@@ -25,7 +25,7 @@ from foundation.records import json_text
 from launcher.slurm.client import Slurm, node_names, start
 from launcher.slurm.sbatch import Snapshot, check_request, environment_lines, option_flags, quote
 from launcher.slurm.srun import in_container
-from pretrain.costs.cluster import ClusterConfig, NodeRange, fixed_nodes, load_cluster
+from pretrain.config.cluster import ClusterConfig, NodeRange, fixed_nodes, load_cluster
 from pretrain.distributed.slurm_variables import GPUS_VARIABLE
 from pretrain.processes.local_ranks import RankGroup, gpus_here
 from pretrain.processes.node_findings import (

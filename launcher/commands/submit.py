@@ -32,9 +32,9 @@ from launcher.slurm.sbatch import (
 )
 from launcher.supervisor import is_done_already
 from pretrain.checkpoint.facts import add_from_step
+from pretrain.config.cluster import load_cluster, parse_nodes
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.events import Submitted
 from pretrain.rundir.ledger import last_of
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, run_path

@@ -26,9 +26,9 @@ from launcher.sweep import (
     settings_of,
     submit_array,
 )
+from pretrain.config.cluster import load_cluster, parse_nodes
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import accumulation_steps
-from pretrain.costs.cluster import load_cluster, parse_nodes
 from pretrain.rundir.events import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.sweeps.cells import cells_directory

@@ -31,7 +31,7 @@ from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
 from pretrain.checkpoint.verify import latest_step
-from pretrain.costs.cluster import load_cluster, seconds_of
+from pretrain.config.cluster import load_cluster, seconds_of
 from pretrain.rundir.attempt_files import attempts_of
 from pretrain.rundir.events import EXIT_STOPPED, Event, JobEnded, JobEndReason
 from pretrain.rundir.ledger import events_of, in_order

@@ -22,8 +22,8 @@ from launcher.slurm.srun import Probe, SlurmRanks, Step, probe_nodes
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
 from launcher.supervisor import is_complete, supervise
 from pretrain.checkpoint.verify import latest_step
+from pretrain.config.cluster import load_cluster
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.costs.cluster import load_cluster
 from pretrain.rundir.events import (
     EXIT_STOPPED,
     Event,

@@ -33,8 +33,9 @@ from launcher.slurm.former_starts import node_to_exclude
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Snapshot, usable_nodes
 from launcher.slurm.srun import BLIND, PROGRAM, SILENT, Probe, Step, kill_silently, task_command
-from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
-from pretrain.costs.cluster import load_cluster
+from pretrain.config.cluster import load_cluster
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import set_parent_death_signal
 from pretrain.rundir.events import (
     AttemptEnded,

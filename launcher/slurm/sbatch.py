@@ -26,18 +26,14 @@ from foundation.own_programs import copied_arguments, make_startable
 from foundation.settings import to_tree
 from foundation.yaml_files import dump_yaml
 from launcher.slurm.client import Partition
-from pretrain.config.resolve import split_of, with_precision
-from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
-from pretrain.costs.cluster import (
-    DEVICES,
-    GIB,
-    USABLE,
-    ClusterConfig,
-    NodeRange,
-    control_characters,
-    seconds_of,
-)
-from pretrain.costs.memory import advice, checkpoint_bytes, footprint_of
+from pretrain.config.cluster import ClusterConfig, NodeRange, control_characters, seconds_of
+from pretrain.config.devices import DEVICES
+from pretrain.config.evaluation_sets import split_of
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.resolve import with_precision
+from pretrain.config.run import RunConfig, accumulation_steps
+from pretrain.costs.device_memory import advice, checkpoint_bytes, footprint_of
+from pretrain.costs.hardware import GIB, USABLE
 from pretrain.rundir.events import Event
 from pretrain.rundir.ledger import work_dirs
 from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run, refuse_links

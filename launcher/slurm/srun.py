@@ -22,7 +22,7 @@ from foundation.files import LARGEST_LINE_BYTES, SMALL_FILE_BYTES, end_of, own_f
 from foundation.own_programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.sbatch import Snapshot, option_flags
-from pretrain.costs.cluster import ClusterConfig
+from pretrain.config.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import GPUS_VARIABLE, PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.attempt_files import SRUN_LOG, AttemptFiles

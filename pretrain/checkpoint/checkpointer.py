@@ -31,12 +31,13 @@ from pretrain.checkpoint.save import RankFile, Save, new_index, owned_fragments
 from pretrain.checkpoint.tensor_layout import HostBuffer
 from pretrain.checkpoint.transfer import RankReports, SaveProblem
 from pretrain.checkpoint.verify import steps_that_count
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, restarts_lanes
+from pretrain.config.phases import restarts_lanes
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.collectives import broadcast_value, gather_present, raise_on_all_ranks
 from pretrain.distributed.messages import Worker, gather_rows
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
-from pretrain.model.lane_state import LaneState, Memory, selected_lanes
+from pretrain.model.memory import Memory, MemoryLayout, selected_lanes
 from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Checkpointer:
         held: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         self._run, self._disk, self._world = run, disk, world
-        self._lane_state = LaneState(run.model)
+        self._memory_layout = MemoryLayout(run.model)
         self._buffer = HostBuffer(world.device)
         self._save: Save | None = None
         self._saves = 0  # that were started
@@ -101,7 +102,7 @@ class Checkpointer:
         """
         self.finish()
         require_equal_replicas(engine, state)
-        rank_file = RankFile.of(owned_fragments(engine), state, self._lane_state)
+        rank_file = RankFile.of(owned_fragments(engine), state, self._memory_layout)
         require_finite(engine, state.step, rank_file.tensors)
         if problem := self._problem_ahead(state.step, rank_file, obstacle):
             self._give_up_save(state.step, problem)
@@ -225,7 +226,7 @@ class Checkpointer:
                     raise
                 # Its pieces fit only where the engine shards as it did then.
                 raise UnreadableError(f"{found.directory}: cannot be used: {error}") from error
-            file = RankFile.of(owned_fragments(engine), state, self._lane_state)
+            file = RankFile.of(owned_fragments(engine), state, self._memory_layout)
             if name := non_finite_name(engine, file.tensors):
                 raise UnreadableError(f"{found.directory}: has NaN or inf in {name}")
         restore_counters(engine, found)
@@ -295,7 +296,7 @@ class Checkpointer:
         tensors = load_memory(found, lanes) if lanes_before == lanes_now else None
         if tensors is None:
             return [None] * num_slots
-        memory = self._lane_state.of_named(tensors, len(lanes))
+        memory = self._memory_layout.of_named(tensors, len(lanes))
         if memory is None:
             raise CheckpointError(
                 f"{found.directory}: found memories of other shapes than the model's; "
@@ -304,6 +305,6 @@ class Checkpointer:
         # The precision can differ from the one that was saved.
         dtype = next(engine.module.parameters()).dtype
         home = torch.device("cpu") if self._run.engine.offload_memories else self._world.device
-        moved, per_slot = self._lane_state.moved(memory, home, dtype), len(lanes) // num_slots
+        moved, per_slot = self._memory_layout.moved(memory, home, dtype), len(lanes) // num_slots
         slots = (slice(slot * per_slot, (slot + 1) * per_slot) for slot in range(num_slots))
         return [tuple(part.clone() for part in selected_lanes(moved, slot)) for slot in slots]

@@ -23,7 +23,8 @@ from foundation.errors import CheckpointError
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.pieces import open_tensors, piece_key
-from pretrain.engines.engine import EMA, Engine
+from pretrain.engines.ema import EMA
+from pretrain.engines.engine import Engine
 from pretrain.optim.parameter_groups import Fragment
 
 

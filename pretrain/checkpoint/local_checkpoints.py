@@ -44,7 +44,7 @@ from pretrain.distributed.collectives import broadcast_value, gather_values
 from pretrain.distributed.messages import Worker
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
-from pretrain.model.lane_state import LaneState
+from pretrain.model.memory import MemoryLayout
 from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class LocalCheckpoints:
 
     def __init__(self, config: RunConfig, shared: Disk, world: World, history: History) -> None:
         self._kept, self._world = config.checkpoint, world
-        self._lane_state = LaneState(config.model)
+        self._memory_layout = MemoryLayout(config.model)
         tree = json.loads(json_text(to_tree(config)))
         self._config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}
         self._history = history
@@ -168,7 +168,7 @@ class LocalCheckpoints:
             for fragment in engine.fragments()
             for kind, value in fragment.values.items()
         }
-        rank_file = RankFile.of(pieces, state, self._lane_state)
+        rank_file = RankFile.of(pieces, state, self._memory_layout)
         require_finite(engine, state.step, rank_file.tensors)
         rank, world_size = self._world.rank, self._world.world_size
         local = {"attempt": disk.attempt, "rank": rank, "world_size": world_size}

@@ -23,7 +23,8 @@ from foundation.records import json_text
 from pretrain.checkpoint.tensor_layout import SplitTensors
 from pretrain.distributed.collectives import gather_present, gather_values
 from pretrain.distributed.messages import max_over_ranks
-from pretrain.engines.engine import EMA, Engine
+from pretrain.engines.ema import EMA
+from pretrain.engines.engine import Engine
 from pretrain.state import TrainState
 
 # To read a value's bits as an integer, by its size in bytes.

@@ -36,7 +36,7 @@ from pretrain.checkpoint.tensor_layout import (
 )
 from pretrain.checkpoint.transfer import RankReports, Report, Transfer
 from pretrain.engines.engine import Engine
-from pretrain.model.lane_state import LaneState
+from pretrain.model.memory import MemoryLayout
 from pretrain.state import TrainState
 
 
@@ -48,10 +48,12 @@ class RankFile:
     layout: Layout
 
     @classmethod
-    def of(cls, fragments: SplitTensors, state: TrainState, lane_state: LaneState) -> RankFile:
+    def of(
+        cls, fragments: SplitTensors, state: TrainState, memory_layout: MemoryLayout
+    ) -> RankFile:
         """The file of these fragments, of memories in lane order and the random-number state."""
         memories = [memory for memory in state.memories if memory is not None]
-        parts = [lane_state.named(memory) for memory in memories]
+        parts = [memory_layout.named(memory) for memory in memories]
         names = parts[0] if parts else ()
         tensors = {**fragments, **{MEMORY + name: [part[name] for part in parts] for name in names}}
         tensors["random.cpu"] = [torch.get_rng_state()]

@@ -10,9 +10,10 @@ from foundation.progress import duration
 from foundation.settings import load_config
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.engine import Attention, DeltaRule, attention_in, described
+from pretrain.config.phases import spans_of_phases
 from pretrain.config.resolve import resolve_if_built, with_precision
-from pretrain.config.run import RunConfig, spans_of_phases
-from pretrain.costs.cluster import GIB, Hardware
+from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import Footprint, advice, footprint_of, largest_micro_batch
 from pretrain.costs.flops import (
     Flops,
     Parameters,
@@ -23,7 +24,7 @@ from pretrain.costs.flops import (
     orthogonalizing_flops,
     parameters_of,
 )
-from pretrain.costs.memory import Footprint, advice, footprint_of, largest_micro_batch
+from pretrain.costs.hardware import GIB, Hardware
 from pretrain.costs.run_time import SLOWER_WHILE_WRITING, RunTime, failure_costs, run_time
 from pretrain.kernels.delta_rule import delta_rule_here
 from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls, run_path

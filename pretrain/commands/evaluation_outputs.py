@@ -18,17 +18,14 @@ from foundation.files import make_directory, path_text, write_json
 from pretrain.config.model import POSITIONS
 from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, init_world
-from pretrain.evaluation.evaluate import (
+from pretrain.evaluation.context_length import (
     ContextGrid,
-    EvaluationResult,
     Losses,
     SplitPositions,
-    TrainedScorer,
     context_rows,
-    evaluate,
-    loss_rows,
     relative_effective_context_lengths,
 )
+from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
 from pretrain.evaluation.probes.probe_run import ProbeSettings, probe_rows, run_probes
 from pretrain.scaling.collect import PROBES
 from pretrain.terminal.text import counted

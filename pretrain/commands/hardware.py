@@ -7,7 +7,9 @@ from pathlib import Path
 
 from foundation.errors import ConfigError
 from foundation.settings import amount_of
-from pretrain.costs.cluster import DEVICES, MOST_RANKS, Hardware, fixed_nodes, load_cluster
+from pretrain.config.cluster import MOST_RANKS, fixed_nodes, load_cluster
+from pretrain.config.devices import DEVICES
+from pretrain.costs.hardware import Hardware
 
 
 def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:

@@ -21,9 +21,9 @@ from pretrain.commands.scale import add_family, check_amount, rule_name, rule_of
 from pretrain.comparisons.comparison import plan_members, read_comparison
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import GIB, Hardware
+from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.costs.flops import computed_flops_of_step
-from pretrain.costs.memory import checkpoint_bytes
+from pretrain.costs.hardware import GIB, Hardware
 from pretrain.scaling.law import amount
 from pretrain.scaling.learning_rate import FEWEST_RATES, TunedRule
 from pretrain.scaling.plan import (

@@ -23,7 +23,8 @@ from foundation.errors import ConfigError, UserError
 from foundation.settings import load_config
 from pretrain.checkpoint.verify import latest_step
 from pretrain.commands.output_paths import check_output_directory
-from pretrain.config.run import RunConfig, accumulation_steps, runs_of_phases
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.recovery.faults import VARIABLE as FAULT_VARIABLE
 from pretrain.rundir.run_dir import RunDir

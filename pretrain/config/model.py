@@ -64,7 +64,7 @@ class PositionTraits:
     learns_bias: bool = False  # in buckets of distances
 
 
-# What costs and attention follow from; `pretrain.model.attention_paths` computes it.
+# What costs and attention follow from; `pretrain.model.attention_backends` computes it.
 POSITIONS: Mapping[Positions, PositionTraits] = {
     "relative": PositionTraits(projects_encodings=True),
     "rope": PositionTraits(rotates=True),

@@ -29,13 +29,8 @@ from pretrain.config.model import (
     ModelConfig,
     OptimizerName,
 )
-from pretrain.config.run import (
-    OptimConfig,
-    RunConfig,
-    accumulation_steps,
-    lanes_of_rank,
-    spans_of_phases,
-)
+from pretrain.config.phases import spans_of_phases
+from pretrain.config.run import OptimConfig, RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.terminal.text import counted, si
 
 NEWTON_SCHULZ_STEPS = 5
@@ -288,7 +283,7 @@ def delta_rule_flops(model: ModelConfig, tokens: int) -> DeltaRuleFlops:
 
 
 def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, float]:
-    """Return a layer's forward FLOPs, and those without gradient (see `model/lane_state.py`)."""
+    """Return a layer's forward FLOPs, and those without gradient (see `model/memory.py`)."""
     if not model.compressed_length:
         return 0.0, 0.0
     d, c, T = model.d_model, model.compression_rate, segment_length

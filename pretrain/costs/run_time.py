@@ -23,12 +23,14 @@ from pathlib import Path
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
 from foundation.files import url_of
+from pretrain.config.cluster import ClusterConfig
+from pretrain.config.evaluation_sets import evaluation_sets, split_of
 from pretrain.config.model import ModelConfig
-from pretrain.config.resolve import evaluation_sets, split_of
-from pretrain.config.run import RunConfig, spans_of_phases
-from pretrain.costs.cluster import ClusterConfig, Hardware
+from pretrain.config.phases import spans_of_phases
+from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import footprint_of
 from pretrain.costs.flops import computed_flops_of_step, flops_of
-from pretrain.costs.memory import footprint_of
+from pretrain.costs.hardware import Hardware
 
 
 @dataclass(frozen=True, kw_only=True)

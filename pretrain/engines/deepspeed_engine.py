@@ -20,8 +20,8 @@ from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.errors import ConfigError
 from foundation.settings import assert_never
 from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import bucket_elements, overlaps_reduction
 from pretrain.costs.flops import parameters_of
-from pretrain.costs.memory import bucket_elements, overlaps_reduction
 from pretrain.distributed.world import World
 from pretrain.engines.engine import (
     Memory,

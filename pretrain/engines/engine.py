@@ -1,22 +1,12 @@
-"""The Engine protocol, which the loop trains with, and TorchEngine, the reference.
-
-An engine may keep an exponential moving average (EMA) of the weights (Polyak and Juditsky 1992),
-and lane memories of inactive slots in host memory (`engine.offload_memories`): with gradient
-accumulation each slot has the memories of its own lanes, and one slot is active at a time. Its
-memory comes to the device for its forward pass. The new memory returns to pinned host memory on a
-separate stream, while the next slot runs. Every copy is a new tensor: a checkpoint may still be
-reading an older one.
-"""
+"""The Engine protocol, which the loop trains with, and what engines share."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,30 +16,12 @@ from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.errors import ConfigError
 from pretrain.config.model import Precision
 from pretrain.config.run import RunConfig
-from pretrain.distributed.collectives import sum_over_ranks
 from pretrain.distributed.world import World
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.lane_state import Memory
+from pretrain.model.memory import Memory
 from pretrain.model.parameters import dtype_of
-from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.optimizers import (
-    INITIAL_SCALE,
-    WINDOW,
-    LossScaler,
-    build_optimizer,
-    clip_gradients,
-    must_skip,
-)
-from pretrain.optim.parameter_groups import (
-    Fragment,
-    FragmentIndex,
-    LayerMeter,
-    LayerSquares,
-    create_state,
-    fragment_of,
-    set_learning_rate,
-    state_of_parameters,
-)
+from pretrain.optim.loss_scale import INITIAL_SCALE, WINDOW, LossScaler
+from pretrain.optim.parameter_groups import Fragment, LayerSquares
 
 
 @dataclass(frozen=True)
@@ -223,218 +195,3 @@ def step_result(
     loss_scale = scaler.scale
     overflowed = scaler.update(grad_norm, applied=not skipped)
     return StepResult(grad_norm, skipped, layers, overflowed, loss_scale)
-
-
-class TorchEngine:
-    """Plain torch: whole model and optimizer on every rank, one all-reduce per parameter and step.
-
-    The reference that DeepSpeedEngine is tested against, and enough for one device. In bf16 and
-    fp16 the master weights, the moments and the accumulated gradients are fp32, as they are there:
-    `_master` is the fp32 model that the optimizer updates, `module` the rounded copy that runs. In
-    fp32 they are the same object.
-    """
-
-    def __init__(
-        self, run: RunConfig, module: TransformerXL, world: World, accumulation_steps: int
-    ) -> None:
-        self.world = world
-        self._run = run
-        self._accumulation_steps = accumulation_steps
-        self._master = module.to(world.device)
-        self._master.train()
-        self.module: nn.Module = self._master
-        self.loss_scaler = loss_scaler_of(run)
-        if run.engine.number_format != "fp32":
-            self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.number_format))
-        self._optimizer = build_optimizer(self._master, run.optim, run.engine.number_format)
-        kinds = state_of_parameters(self._optimizer.param_groups)
-        for name, parameter in self._master.named_parameters():
-            create_state(self._optimizer.state[parameter], parameter, kinds[name])
-        names = [name for name, _ in self._master.named_parameters()]
-        masters: dict[Tensor, list[str]] = {
-            parameter: [name] for name, parameter in self._master.named_parameters()
-        }
-        self._optimizer.index = FragmentIndex(
-            self.fragments(), masters, is_sharded=False, world=world
-        )
-        self._meter = self._optimizer.meter = LayerMeter(names)
-
-    def forward_backward(
-        self, slot: SegmentBatch, memory: Memory | None, step: int
-    ) -> tuple[Tensor, Memory]:
-        nll_BL, memory = read_slot(self.module, self._run, slot, memory, step, self.world)
-        loss = nll_BL.mean()
-        scale = 1.0
-        if self.loss_scaler is not None:
-            self.loss_scaler.observe(loss)
-            scale = self.loss_scaler.scale
-        (loss * scale / self._accumulation_steps).backward()
-        if self.module is not self._master:
-            self._move_gradients_to_master()
-        return loss.detach(), memory
-
-    def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
-        scale = self.loss_scaler.scale if self.loss_scaler is not None else 1.0
-        divisor = self.world.world_size * scale
-        for parameter in self._master.parameters():
-            if parameter.grad is not None and divisor != 1.0:
-                parameter.grad = sum_over_ranks(parameter.grad) / divisor
-        grad_norm = float(clip_gradients(self._master, self._run.optim))  # the host waits once
-        skipped = must_skip(grad_norm, self._run.recovery.skip_grad_norm)
-        set_learning_rate(self._optimizer.param_groups, learning_rate)
-        self._meter.start_step(measure_layers)
-        if not skipped:
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        if self.module is not self._master:
-            self._copy_master_to_module()
-        layers = self._meter.squares() if measure_layers and not skipped else None
-        return step_result(grad_norm, skipped, layers, self.loss_scaler)
-
-    def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
-    ) -> tuple[Tensor, Memory]:
-        return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
-
-    def fragments(self) -> Iterator[Fragment]:
-        for name, parameter in self._master.named_parameters():
-            yield replicated_fragment(name, parameter, self._optimizer.state[parameter], self.world)
-
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.module.named_parameters()
-
-    def optimizer_step_count(self) -> int:
-        return int(next(iter(self._optimizer.state.values()))["step"])
-
-    def after_load(self, step_count: int) -> None:
-        for state in self._optimizer.state.values():
-            state["step"].fill_(step_count)
-        if self.module is not self._master:
-            self._copy_master_to_module()
-
-    def close(self) -> None:
-        pass
-
-    def _copy_master_to_module(self) -> None:
-        with torch.no_grad():
-            for low, high in zip(self.module.parameters(), self._master.parameters(), strict=True):
-                low.copy_(high)
-
-    def _move_gradients_to_master(self) -> None:
-        for low, high in zip(self.module.parameters(), self._master.parameters(), strict=True):
-            if low.grad is not None:
-                gradient = low.grad.float()
-                high.grad = gradient if high.grad is None else high.grad + gradient
-                low.grad = None
-
-
-def replicated_fragment(
-    name: str, master: Tensor, state: dict[str, Tensor], world: World
-) -> Fragment:
-    """Return the fragment of a parameter that every rank holds whole."""
-    # Each is saved by one rank, picked by its name, so that all ranks write about as much.
-    owned = sum(name.encode()) % world.world_size == world.rank
-    return fragment_of(name, 0, master, state, 0, master.numel(), owned, replicated=True)
-
-
-class MemoryOffload:
-    """Moves memories between device and host; without `is_on` they stay on the device."""
-
-    def __init__(self, device: torch.device, is_on: bool) -> None:
-        self._device = device
-        self._is_on = is_on
-        self._stream = torch.cuda.Stream(device) if is_on and device.type == "cuda" else None
-        # By slot: when the copy of its last memory to the host has ended.
-        self._stored: dict[int, torch.cuda.Event] = {}
-        self._leaving: tuple[Memory, torch.cuda.Event] | None = None
-
-    def fetch(self, slot: int, memory: Memory | None) -> Memory | None:
-        """Return the slot's memory on the device, for its forward pass."""
-        if memory is None or not self._is_on:
-            return memory
-        if slot in self._stored:
-            torch.cuda.current_stream(self._device).wait_event(self._stored[slot])
-        return tuple(part.to(self._device, non_blocking=True) for part in memory)
-
-    def store(self, slot: int, memory: Memory) -> Memory:
-        """Return the memory to keep until the slot's next pass; `wait` before the host reads it."""
-        if not self._is_on:
-            return memory
-        if self._stream is None:
-            return tuple(part.clone() for part in memory)
-        current = torch.cuda.current_stream(self._device)
-        if self._leaving is not None:
-            # `_leaving` keeps the device memory of the slot before alive until its copy has ended;
-            # that copy ran while this slot computed. With this wait the allocator can reuse it as
-            # soon as it is freed in stream order, so that at most three slots' memories are on the
-            # device, however far the loop runs ahead of it.
-            current.wait_event(self._leaving[1])
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            copies = tuple(_pinned_copy(part) for part in memory)
-        copied = self._stored[slot] = torch.cuda.Event()
-        copied.record(self._stream)
-        self._leaving = memory, copied
-        return copies
-
-    def wait(self) -> None:
-        """Return when everything that was stored can be read."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
-def _pinned_copy(part: Tensor) -> Tensor:
-    # Torch's pinned-memory allocator reuses blocks, but never one that a copy in progress still
-    # needs.
-    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-    return host.copy_(part, non_blocking=True)
-
-
-EMA = "ema"  # a kind of values, as `weight`, `exp_avg` and `exp_avg_sq`
-
-
-class EmaEngine:
-    """An engine around another one that keeps an EMA of its weights.
-
-    After every update that was applied, ema = decay * ema + (1 - decay) * weight.
-
-    The EMA is fp32 and sharded as the weights' fragments are. It is one more value of those
-    fragments, so checkpoints contain it and it can be resumed at any world size and ZeRO stage.
-    """
-
-    def __init__(self, engine: Engine, decay: float) -> None:
-        self._engine = engine
-        self._decay = decay
-        self._ema: dict[tuple[str, int], Tensor] = {}
-        self._copy_weights()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
-        result = self._engine.step(learning_rate, measure_layers)
-        if not result.skipped:
-            with torch.no_grad():
-                for each in self._engine.fragments():
-                    ema = self._ema[each.name, each.start]
-                    ema.lerp_(each.values["weight"], 1.0 - self._decay)
-        return result
-
-    def fragments(self) -> Iterator[Fragment]:
-        for each in self._engine.fragments():
-            values = {**each.values, EMA: self._ema[each.name, each.start]}
-            yield dataclasses.replace(each, values=values)
-
-    def after_load(self, step_count: int) -> None:
-        self._engine.after_load(step_count)
-        if step_count == 0:  # initial weights were loaded, not a checkpoint
-            self._copy_weights()
-
-    def _copy_weights(self) -> None:
-        """Start from the weights themselves: an average of zeros would need a bias correction."""
-        for each in self._engine.fragments():
-            self._ema[each.name, each.start] = each.values["weight"].detach().clone()

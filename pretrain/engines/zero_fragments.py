@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.distributed.world import World
-from pretrain.engines.engine import replicated_fragment
+from pretrain.engines.torch_engine import replicated_fragment
 from pretrain.optim.parameter_groups import Fragment, create_state, fragment_of, state_of_parameters
 
 

@@ -28,7 +28,7 @@ from foundation.files import YAML_SUFFIXES
 from pretrain.config.model import Precision
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream
-from pretrain.model.lane_state import document_starts
+from pretrain.model.memory import document_starts
 from pretrain.weights.export import TrainedModel, load_tokenizer, load_trained
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from torch import Tensor
 from data_pipeline.tokenizer import TRAITS, Tokenizer
 from foundation.errors import ConfigError
 from pretrain.model.cached import last_logits_BTV, new_stream
-from pretrain.model.lane_state import document_starts
+from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 
 

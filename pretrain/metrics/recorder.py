@@ -41,8 +41,8 @@ from torch import Tensor, nn
 from data_pipeline.lanes.lane_stream import Prefetcher
 from foundation.files import sync_file
 from foundation.retry import outlast
+from pretrain.config.devices import DEVICES, device_named
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import DEVICES, device_named
 from pretrain.costs.flops import flops_per_token
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.collectives import raise_on_all_ranks, read_on_main, sum_over_ranks
@@ -57,7 +57,7 @@ from pretrain.metrics.stragglers import (
 )
 from pretrain.metrics.wandb_writer import Copy
 from pretrain.metrics.writers import MetricsFile, StepProfiler, TensorBoard
-from pretrain.model.lane_state import LaneState
+from pretrain.model.memory import MemoryLayout
 from pretrain.model.parameters import dtype_of
 from pretrain.optim.parameter_groups import layer_metrics
 from pretrain.rundir.events import Slowdown
@@ -106,7 +106,7 @@ class MetricsRecorder:
         self._world = world
         self._prefetcher = prefetcher
         self._copy = copy
-        self._state, self._lane_state = state, LaneState(run.model)
+        self._state, self._memory_layout = state, MemoryLayout(run.model)
         self._stragglers = StragglerWatch()
         self._file: MetricsFile | None = None
         self._tensorboard: TensorBoard | None = None
@@ -297,7 +297,7 @@ class MetricsRecorder:
         """By layer the sum of the norms of the rows in this rank's memories."""
         of_slots = []
         for memory in filter(None, self._state.memories):
-            vectors = self._lane_state.vectors(memory)
+            vectors = self._memory_layout.vectors(memory)
             rows = (rows_BMX.to(device, non_blocking=True) for rows_BMX in vectors)
             norms = (torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in rows)
             of_slots.append(torch.stack([norms_BM.sum(dtype=torch.float64) for norms_BM in norms]))
@@ -305,7 +305,7 @@ class MetricsRecorder:
 
     def _mean_norms(self, norms: list[float]) -> dict[str, Any]:
         memory = next(iter(self._state.memories), None)
-        rows = [each.shape[1] for each in self._lane_state.vectors(memory)] if memory else []
+        rows = [each.shape[1] for each in self._memory_layout.vectors(memory)] if memory else []
         return {
             f"memory_norm/layer.{layer}": _finite(norm / (count * self._run.data.lanes))
             for layer, (norm, count) in enumerate(zip(norms, rows, strict=True))

@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pretrain.model.attention_paths import ScoreTerms, SegmentKeys
-from pretrain.model.lane_state import LaneState, LayerParts, Memory, selected_lanes
+from pretrain.model.attention_backends import ScoreTerms
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer
+from pretrain.model.memory import LayerParts, Memory, MemoryLayout, selected_lanes
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.visibility import SegmentKeys
 
 
 class HiddenStateStream:
@@ -202,7 +203,7 @@ class KeyValueCache:
 class CarriedState:
     """The state of a layer without rows: what it carries in training."""
 
-    def __init__(self, layer: DeltaNetLayer, index: int, state: LaneState) -> None:
+    def __init__(self, layer: DeltaNetLayer, index: int, state: MemoryLayout) -> None:
         self._layer, self._index, self._state = layer, index, state
         self._parts: LayerParts | None = None
         self._document_B1: Tensor | None = None  # of the last token
@@ -250,7 +251,7 @@ class CachedStream:
         self._memory_length = memory_length
         self._longest_segment = longest_segment
         self._num_tokens = num_tokens
-        self._state = LaneState(module.config, memory_length)
+        self._state = MemoryLayout(module.config, memory_length)
         self._caches = [self._cache_of(*numbered) for numbered in enumerate(module.layers)]
         self._documents: RowBuffer | None = None
         self._document_B: Tensor | None = None

@@ -32,7 +32,7 @@ from pretrain.config.engine import DeltaRule
 from pretrain.config.model import CONVOLUTION_WIDTH, DELTANET_CHUNK, AttentionKernel, ModelConfig
 from pretrain.kernels.delta_rule import chunk_gated_delta_rule, delta_rule_here
 from pretrain.kernels.triton.settings import DTYPES
-from pretrain.model.attention_paths import log_once
+from pretrain.model.attention_backends import log_once
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.parameters import RMSNorm, normal, uniform
 

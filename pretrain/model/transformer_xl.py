@@ -15,33 +15,32 @@ from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import ConfigError
 from pretrain.config.model import POSITIONS, ActivationCheckpointing, AttentionKernel, ModelConfig
-from pretrain.model.attention_paths import DistanceBias, RelativePositions, SegmentKeys, Stretch
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
-from pretrain.model.lane_state import (
+from pretrain.model.layer import DeltaNetLayer, TransformerLayer, layer_of
+from pretrain.model.memory import (
     Carried,
-    Compression,
-    LaneState,
     LayerParts,
     Memory,
-    MemoryTokens,
+    MemoryLayout,
     detached,
-    documents_with_tokens,
     grouped_documents,
     last_rows,
     leaving_rows,
     num_leaving_rows,
     segment_documents,
 )
-from pretrain.model.layer import DeltaNetLayer, TransformerLayer, layer_of
+from pretrain.model.memory_modules import Compression, MemoryTokens, documents_with_tokens
 from pretrain.model.parameters import normal
+from pretrain.model.positions import DistanceBias, RelativePositions, Stretch
+from pretrain.model.visibility import SegmentKeys
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Segment:
     """What all layers need to know of a segment."""
 
-    state: LaneState
+    state: MemoryLayout
     keys: SegmentKeys
     documents_BL: Tensor
     leaving_BX: Tensor  # documents of the rows that leave the memory to be compressed
@@ -166,7 +165,7 @@ class TransformerXL(nn.Module):
         of the segments'.
         """
         assert tokens_BL.shape[1] % num_segments == 0, (tokens_BL.shape, num_segments)
-        state = LaneState(self.config, memory_length)
+        state = MemoryLayout(self.config, memory_length)
         memory = None if memory is None else detached(memory)
         starts: Sequence[Tensor | None] = [None] * num_segments
         if starts_BL is not None:
@@ -191,7 +190,7 @@ class TransformerXL(nn.Module):
         memory: Memory | None,
         starts_BL: Tensor | None,
         dropout: DropoutStream | None,
-        state: LaneState,
+        state: MemoryLayout,
         *,
         carries_gradient: bool,
     ) -> tuple[Tensor, Memory, list[Tensor]]:
@@ -225,7 +224,7 @@ class TransformerXL(nn.Module):
 
     def _segment(
         self,
-        state: LaneState,
+        state: MemoryLayout,
         carried: Carried,
         hidden_BLD: Tensor,
         documents_BL: Tensor,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from data_pipeline.lanes.lane_stream import SegmentBatch
     from pretrain.engines.engine import Engine
-    from pretrain.model.lane_state import Memory
+    from pretrain.model.memory import Memory
 
 VARIABLE = "PRETRAIN_FAULT"
 IN_EVALUATION = {"sigterm-in-evaluation": signal.SIGTERM, "sigkill-in-evaluation": signal.SIGKILL}

@@ -26,7 +26,8 @@ from pretrain.checkpoint.replicas import NonFiniteError
 from pretrain.checkpoint.resume_point import NO_PAST, find_resume_point
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import RunConfig, first_step_at
+from pretrain.config.phases import first_step_at
+from pretrain.config.run import RunConfig
 from pretrain.costs.flops import bins_of, tail_shares
 from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks, read_on_main
 from pretrain.distributed.world import World

@@ -29,15 +29,16 @@ from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from foundation.errors import ConfigError, DataError
 from foundation.files import path_text
 from pretrain.config.engine import DeltaRule
-from pretrain.config.resolve import hashes_of_sets, splits_of_sets
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, runs_of_phases
+from pretrain.config.evaluation_sets import hashes_of_sets, splits_of_sets
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.collectives import gather_values, raise_on_all_ranks
 from pretrain.distributed.threads import describe_waiting
 from pretrain.distributed.world import World
 from pretrain.engines.engine import is_out_of_memory
 from pretrain.kernels.delta_rule import delta_rule_here, fingerprint
 from pretrain.kernels.triton.tiling import table_name
-from pretrain.optim.optimizers import learning_rate_at
+from pretrain.optim.schedule import learning_rate_at
 from pretrain.rundir.events import Event, OutOfMemory, TrainingBegan, not_bitwise
 from pretrain.rundir.ledger import events_of, last_of
 from pretrain.rundir.metrics_file import latest_measurements

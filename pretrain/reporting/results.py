@@ -12,7 +12,8 @@ from typing import Any
 from foundation.errors import ConfigError
 from foundation.settings import differences, to_tree
 from pretrain.config.lane_parts import lane_parts
-from pretrain.config.run import RunConfig, tokens_of_steps
+from pretrain.config.phases import tokens_of_steps
+from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.events import Event
 from pretrain.rundir.ledger import skipped_windows

@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 from foundation.errors import ConfigError, DataError
 from foundation.files import read_json, write_csv
 from foundation.records import Fields, InvalidField
+from pretrain.costs.device_memory import lane_bytes
 from pretrain.costs.flops import cost_of
-from pretrain.costs.memory import lane_bytes
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.metric_names import set_losses, task_columns

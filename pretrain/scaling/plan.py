@@ -33,9 +33,9 @@ from foundation.records import json_text
 from foundation.settings import differences, load_config, to_tree
 from pretrain.config.resolve import with_precision, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.cluster import GIB, Hardware
+from pretrain.costs.device_memory import advice, cheapest_fit, footprint_of
 from pretrain.costs.flops import RunCost, computed_flops_of_step, cost_of, lanes_of_pass
-from pretrain.costs.memory import advice, cheapest_fit, footprint_of
+from pretrain.costs.hardware import GIB, Hardware
 from pretrain.costs.run_time import run_time
 from pretrain.scaling.fit import TITLES
 from pretrain.scaling.frontier import Line, fit_isoflop

@@ -54,9 +54,10 @@ from pretrain.checkpoint.pieces import open_tensors
 from pretrain.checkpoint.verify import latest_valid
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.model import ModelConfig, Precision
-from pretrain.config.run import RunConfig, run_at
+from pretrain.config.phases import run_at
+from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import MASTER_BYTES
 from pretrain.costs.flops import parameters_of
-from pretrain.costs.memory import MASTER_BYTES
 from pretrain.engines.engine import Engine, check_precision
 from pretrain.model.parameters import dtype_of, load_parameters
 from pretrain.model.transformer_xl import TransformerXL

@@ -15,8 +15,8 @@ from foundation.settings import load_config, to_tree
 from launcher import cli as launcher
 from launcher.slurm.sbatch import Job, render
 from pretrain import cli as pretrain
+from pretrain.config.cluster import ClusterConfig, NodeRange, load_cluster
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
 from pretrain.kernels.triton.tiling import kernels_version, tiles_in
 from pretrain.scaling.collect import PROBES, probe_columns
 from pretrain.scaling.table import read_points

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pretrain.kernels.cpu.attention import relative_shift
-from pretrain.model.attention_paths import forbidden_LC
-from pretrain.model.lane_state import Carried, LaneState, Memory
+from pretrain.model.memory import Carried, Memory, MemoryLayout
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.visibility import forbidden_LC
 from pretrain.weights.original import original_to_ours
 from tests.helpers.original_settings import config_of_original
 
@@ -137,7 +137,7 @@ class Replay:
         hidden_BLD, memory, _ = self._model.hidden_states(tokens_BL, self._memory)
         for hook in hooks:
             hook.remove()
-        state = LaneState(self._model.config)
+        state = MemoryLayout(self._model.config)
         old = self.levels or [hidden_BLD[:, :0]] * (len(inputs_BLD) + 1)
         self.levels = list(map(self._kept, zip(old, [*inputs_BLD, hidden_BLD], strict=True)))
         if self._context_length:

@@ -19,8 +19,8 @@ from benchmarks.gpu.resume import CELLS, resumed_differences
 from benchmarks.gpu.training import Trainer, forget, one_rank, small_run
 from pretrain.config.model import EngineKind
 from pretrain.config.run import EngineConfig
-from pretrain.costs.memory import optimizer_of
-from pretrain.engines.engine import MemoryOffload
+from pretrain.costs.device_memory import optimizer_of
+from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.model.gated_deltanet import (
     DeltaInputs,
     delta_rule_by_step,

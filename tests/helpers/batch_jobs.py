@@ -17,8 +17,8 @@ from launcher.slurm.client import Slurm
 from launcher.slurm.job_supervisor import Site
 from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import Probe, Step
+from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import Event, JobEnded
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.jobs import PassingClock, records

@@ -9,14 +9,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from pretrain.config.model import POSITIONS
 from pretrain.config.run import ModelConfig
-from pretrain.model.attention_paths import Visibility
-from pretrain.model.layer import (
-    RelativeAttention,
-    ResidualLayer,
-    TransformerLayer,
-    compiled_if,
-    layer_of,
-)
+from pretrain.model.attention import RelativeAttention
+from pretrain.model.compiled import compiled_if
+from pretrain.model.layer import ResidualLayer, TransformerLayer, layer_of
+from pretrain.model.visibility import Visibility
 
 LANES, LENGTH = 2, 8
 # Events that compute nothing.

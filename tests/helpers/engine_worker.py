@@ -45,10 +45,10 @@ from pretrain.distributed.messages import gather_rows
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines import engine as engines
 from pretrain.engines.engine import Engine, StepResult
-from pretrain.evaluation.evaluate import training_evaluator
-from pretrain.model.lane_state import LaneState
-from pretrain.optim.optimizers import learning_rate_at
+from pretrain.evaluation.training_evaluation import training_evaluator
+from pretrain.model.memory import MemoryLayout
 from pretrain.optim.parameter_groups import layer_metrics, layer_of
+from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.run import build_engine
 from pretrain.state import TrainState, memories_without
@@ -143,7 +143,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
                 layers.setdefault(key, {})[state.step] = value.hex()
         if result.skipped:
             if not result.overflowed:
-                state.memories = memories_without(LaneState(run.model), batch, memories)
+                state.memories = memories_without(MemoryLayout(run.model), batch, memories)
             assert bits_of(engine) == before, "a skipped step changed a weight, a moment or a count"
         if state.step in cell["save_at"]:
             checkpointer.save(engine, state)

@@ -19,7 +19,7 @@ import torch
 
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.cli import main
-from pretrain.engines.engine import TorchEngine
+from pretrain.engines.torch_engine import TorchEngine
 from pretrain.recovery.faults import VARIABLE
 from tests.helpers.checkpoints import flip_a_bit
 from tests.helpers.forked_ranks import ForkedRanks

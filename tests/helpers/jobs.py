@@ -17,7 +17,7 @@ from foundation.retry import Clock
 from launcher.slurm.client import Slurm
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Job
-from pretrain.costs.cluster import ClusterConfig, NodeRange
+from pretrain.config.cluster import ClusterConfig, NodeRange
 from pretrain.rundir.events import AttemptEnded, AttemptReason, Event, NextAction
 from pretrain.rundir.run_dir import RunDir
 

@@ -26,7 +26,7 @@ from foundation.settings import parse_config
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import Engine
-from pretrain.model.lane_state import Memory
+from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.run import build_engine
 from tests.gpu_stubs.accelerator import reduce_as_on_a_gpu

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pretrain.config.run import ModelConfig
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.lane_state import Memory
+from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
 
 SMALL = {"vocab_size": 37, "num_layers": 2, "d_model": 16, "num_heads": 2}

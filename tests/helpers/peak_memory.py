@@ -23,7 +23,7 @@ from data_pipeline.lanes.lane_stream import SegmentBatch
 from foundation.settings import parse_config
 from pretrain.config.run import DataConfig, ModelConfig, RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world
-from pretrain.model.lane_state import Memory
+from pretrain.model.memory import Memory
 from pretrain.run import build_engine
 
 STEPS = 2  # the second is the first with a full memory, and later ones take as much

@@ -24,8 +24,8 @@ from launcher.commands import submit
 from launcher.run_state import RunState, State, read_states
 from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import Snapshot, render
+from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import CheckpointConfig, OptimConfig, RunConfig
-from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import JobEnded, JobEndReason, Submitted
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir

@@ -11,7 +11,7 @@ from data_pipeline.config import MixturePart
 from foundation.errors import DataError
 from pretrain.cli import main
 from pretrain.commands.same_run import differing_losses
-from pretrain.config.resolve import check_same_sets, evaluation_sets
+from pretrain.config.evaluation_sets import check_same_sets, evaluation_sets
 from pretrain.config.run import DataConfig, EvaluationConfig, RunConfig
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of

@@ -20,8 +20,8 @@ from pretrain.cli import main
 from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
-from pretrain.model.lane_state import Memory
-from pretrain.optim.optimizers import learning_rate_at
+from pretrain.model.memory import Memory
+from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
 from pretrain.rundir.events import TrainingEnded

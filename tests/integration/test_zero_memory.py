@@ -14,7 +14,7 @@ from benchmarks.static import TABLE
 from foundation.files import read_json
 from foundation.settings import parse_config
 from pretrain.config.run import RunConfig
-from pretrain.costs.memory import Footprint, optimizer_of
+from pretrain.costs.device_memory import Footprint, optimizer_of
 from tests.helpers.live_tensors import (
     AS_ON_A_GPU,
     measured_by_ranks,

@@ -7,8 +7,9 @@ from typing import Any, get_args
 import pytest
 
 from foundation.settings import assert_never
+from pretrain.config.cluster import ClusterConfig
+from pretrain.config.devices import DEVICES
 from pretrain.config.model import FEED_FORWARDS, POSITIONS, FeedForwardKind, Positions
-from pretrain.costs.cluster import DEVICES, ClusterConfig
 from tests.helpers.choices import choices_of
 
 

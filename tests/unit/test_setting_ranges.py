@@ -17,8 +17,8 @@ from foundation.errors import ConfigError
 from foundation.settings import Range, parse_config, ranges_of
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
+from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig
 
 REQUIRED = {CorpusConfig: {"input": ["a"], "output": "b"}, ClusterConfig: {"ranks_per_node": 1}}
 DRAWS = 8  # of numbers outside each range, besides the usual suspects

@@ -13,8 +13,8 @@ from foundation.errors import ConfigError
 from foundation.settings import load_config, parse_config, parse_size, settings_of
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
+from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig
 
 SCHEMAS = (RunConfig, CorpusConfig, ClusterConfig)
 CORPUS = {"input": ["a"], "output": "b"}

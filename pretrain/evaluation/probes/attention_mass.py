@@ -19,9 +19,10 @@ from data_pipeline.lanes.lane_stream import EvaluationStream, useful_lanes
 from pretrain.config.model import ModelConfig
 from pretrain.engines.engine import batch_tensors
 from pretrain.evaluation.probes.document_position import bins_of, first_distances
-from pretrain.model.attention_paths import weights_and_values
-from pretrain.model.lane_state import Memory, num_compressed_rows, num_rows
-from pretrain.model.layer import RelativeAttention, TransformerLayer
+from pretrain.model.attention import RelativeAttention
+from pretrain.model.attention_backends import weights_and_values
+from pretrain.model.layer import TransformerLayer
+from pretrain.model.memory import Memory, num_compressed_rows, num_rows
 from pretrain.model.transformer_xl import TransformerXL
 
 PARTS = ("compressed", "memory", "segment")  # of the keys, in their order

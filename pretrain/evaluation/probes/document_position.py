@@ -24,7 +24,7 @@ from pretrain.config.lane_parts import lane_parts
 from pretrain.config.model import ModelConfig
 from pretrain.distributed.world import World
 from pretrain.evaluation.evaluate import EvaluationResult, Scorer, evaluate
-from pretrain.model.lane_state import Memory
+from pretrain.model.memory import Memory
 
 NORMAL_975 = 1.959963984540054  # for intervals of 95%
 

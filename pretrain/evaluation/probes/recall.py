@@ -30,7 +30,7 @@ from foundation.errors import ConfigError
 from foundation.settings import assert_never
 from pretrain.evaluation.probes.document_position import wilson_interval
 from pretrain.model.cached import last_logits_BTV, new_stream
-from pretrain.model.lane_state import document_starts
+from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 
 SAMPLE_TOKENS = 1 << 17  # of the split

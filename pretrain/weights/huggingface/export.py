@@ -32,7 +32,7 @@ from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from foundation.files import atomic_write, path_text, read_text, write_json, write_text
 from foundation.records import json_text
 from foundation.settings import assert_never, to_tree
-from pretrain.config.run import spans_of_phases
+from pretrain.config.phases import spans_of_phases
 from pretrain.costs.flops import model_in_words, parameters_of
 from pretrain.rundir.run_dir import code_version
 from pretrain.weights.export import WEIGHTS, TrainedModel, new_directory, write_weights
@@ -115,7 +115,7 @@ def _depth(name: str) -> int:
 
 @cache
 def module(name: str) -> Module:
-    """Read a module of ours, `pretrain.model.lane_state` for example."""
+    """Read a module of ours, `pretrain.model.memory` for example."""
     text = read_text(ROOT / (name.replace(".", "/") + ".py"))
     tree, lines = ast.parse(text), text.splitlines()
     read = Module(ast.get_docstring(tree) or "", {}, {}, {})
@@ -349,7 +349,7 @@ def code_of_export() -> dict[str, str]:
     configuration, modeling = (f"{__package__}.{name}" for name in CODE[:2])
     replaced = {
         **dict.fromkeys(("ConfigError", "abbreviated"), configuration),
-        **dict.fromkeys(("DropoutStream", "path_for", "delta_rule_for"), modeling),
+        **dict.fromkeys(("DropoutStream", "backend_for", "delta_rule_for"), modeling),
     }
     texts: dict[str, str] = {}
     home: dict[Key, str] = {}

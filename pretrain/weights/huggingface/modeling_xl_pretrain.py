@@ -22,10 +22,10 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from pretrain.config.model import AttentionKernel, ModelConfig
-from pretrain.model.attention_paths import AttentionPath, plain_attention, tiled_attention
+from pretrain.model.attention_backends import AttentionBackend, plain_attention, tiled_attention
 from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.gated_deltanet import DeltaRulePath, delta_rule
-from pretrain.model.lane_state import document_starts
+from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainConfig
 
@@ -37,9 +37,9 @@ class DropoutStream:
     """The masks of dropout in training, of which there are none here."""
 
 
-def path_for(
+def backend_for(
     kernel: AttentionKernel, model: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> AttentionPath:
+) -> AttentionBackend:
     """Return how attention is computed: in tiles on a CPU, elsewhere in plain operations."""
     return tiled_attention if device.type == "cpu" else plain_attention
 

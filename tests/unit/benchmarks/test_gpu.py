@@ -21,9 +21,9 @@ from benchmarks.gpu.gpt import GPT, yardstick
 from benchmarks.gpu.steps import ROOT, STEPS, Step, known_steps
 from benchmarks.gpu.training import measured_run
 from data_pipeline.corpora.manifest import MANIFEST_NAME
+from pretrain.costs.device_memory import Footprint
 from pretrain.costs.flops import cost_of
-from pretrain.costs.memory import Footprint
-from pretrain.model.attention_paths import plain_attention
+from pretrain.model.attention_backends import plain_attention
 from tests.helpers.corpora import make_tiny_corpus
 
 DEVICE = torch.device("cpu")

@@ -15,8 +15,8 @@ from data_pipeline.corpora.manifest import Manifest, ShardInfo
 from data_pipeline.corpora.stores import redirect_problem, store_at
 from foundation.errors import ConfigError, DataError, UserError
 from foundation.settings import parse_config
+from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import DataConfig
-from pretrain.costs.cluster import ClusterConfig
 from tests.helpers.stores import QUICK, FileServer
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from launcher.cli import main
 from launcher.slurm.sbatch import Snapshot, is_script_of, render
+from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
     Canceled,
     JobStarted,

@@ -9,8 +9,7 @@ import pytest
 from foundation.errors import ConfigError
 from launcher.slurm.client import Partition
 from launcher.slurm.sbatch import Job, check_request, check_run, render, usable_nodes
-from pretrain.config.run import DataConfig, ModelConfig, RunConfig
-from pretrain.costs.cluster import (
+from pretrain.config.cluster import (
     ClusterConfig,
     NodeRange,
     fixed_nodes,
@@ -18,6 +17,7 @@ from pretrain.costs.cluster import (
     parse_nodes,
     seconds_of,
 )
+from pretrain.config.run import DataConfig, ModelConfig, RunConfig
 from tests.helpers.jobs import job_of
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))

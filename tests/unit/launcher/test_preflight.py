@@ -17,7 +17,7 @@ from foundation.files import write_json
 from launcher.cli import main
 from launcher.commands import preflight
 from launcher.commands.preflight import PairResult, pair_up, rate_nodes, rounds_of, srun_line
-from pretrain.costs.cluster import ClusterConfig
+from pretrain.config.cluster import ClusterConfig
 from pretrain.processes.node_check import reason_of
 from pretrain.processes.node_findings import (
     END,

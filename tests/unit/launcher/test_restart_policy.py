@@ -22,8 +22,8 @@ from launcher.slurm.former_starts import (
 from launcher.slurm.job_exit import JobEnding, JobExit, ending_of, excluded_nodes, is_allocated
 from launcher.slurm.srun import Step
 from launcher.stop_signals import StopSignals, StopWhileWaiting
+from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.cluster import ClusterConfig
 from pretrain.rundir.events import (
     EXIT_OUT_OF_MEMORY,
     EXIT_SITE_FAILED,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from foundation.errors import ConfigError
 from launcher.cli import main
 from launcher.slurm.sbatch import Job, check_request, render, render_array
-from pretrain.costs.cluster import ClusterConfig, NodeRange, load_cluster
+from pretrain.config.cluster import ClusterConfig, NodeRange, load_cluster
 from tests.helpers.jobs import job_of
 
 CPU = ClusterConfig(ranks_per_node=2)

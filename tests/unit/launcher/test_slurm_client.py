@@ -10,7 +10,7 @@ import pytest
 from foundation.errors import UserError
 from launcher.slurm.client import QueuedJob, Slurm, SlurmUnreachable, node_names
 from launcher.slurm.sbatch import check_request
-from pretrain.costs.cluster import ClusterConfig, NodeRange
+from pretrain.config.cluster import ClusterConfig, NodeRange
 from tests.helpers.jobs import fake_commands, records, scripted
 
 ROW = "24|24|N/A|RUNNING|None|n1|N/A|/runs/a|b/slurm/code"

@@ -31,7 +31,7 @@ from launcher.slurm.srun import (
     probe_nodes,
     srun_command,
 )
-from pretrain.costs.cluster import ClusterConfig
+from pretrain.config.cluster import ClusterConfig
 from pretrain.rundir.events import (
     EXIT_STOPPED,
     NEVER_STARTED,

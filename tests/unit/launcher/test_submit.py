@@ -19,8 +19,8 @@ from launcher.cli import main
 from launcher.commands.submit import refuse_live_job
 from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import Snapshot, check_request, missing_notes, render, replaced_snapshot
+from pretrain.config.cluster import NodeRange, load_cluster
 from pretrain.config.run import DataConfig, RunConfig
-from pretrain.costs.cluster import NodeRange, load_cluster
 from pretrain.rundir.events import Outcome, Submitted, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step

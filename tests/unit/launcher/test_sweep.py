@@ -22,8 +22,8 @@ from launcher.slurm.sbatch import Snapshot
 from launcher.sweep import CellRun, array_of, classes, describe, longest_first, read_cells
 from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main as pretrain
+from pretrain.config.cluster import ClusterConfig, NodeRange
 from pretrain.config.run import DataConfig, ModelConfig
-from pretrain.costs.cluster import ClusterConfig, NodeRange
 from pretrain.costs.flops import cost_of
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.events import Outcome, Rewind, Spike, Submitted, TrainingBegan, TrainingEnded

@@ -26,16 +26,16 @@ from pretrain.config.model import (
 )
 from pretrain.config.run import EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.kernels.triton.tiling import built_in_tiles
-from pretrain.model.attention_paths import (
+from pretrain.model.attention_backends import (
     ScoreTerms,
-    Visibility,
     WeightDropout,
+    backend_for,
     log_once,
-    path_for,
     sdpa_attention,
 )
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.visibility import Visibility
 from pretrain.weights.export import with_model_settings
 from tests.helpers.models import TINY, random_starts, random_tokens
 
@@ -175,8 +175,8 @@ def test_what_a_gpu_gets_is_logged_once(caplog):
     log_once.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            path_for("auto", ROPE, GPU, torch.bfloat16)
-            path_for("auto", ROPE, GPU, torch.float32)
+            backend_for("auto", ROPE, GPU, torch.bfloat16)
+            backend_for("auto", ROPE, GPU, torch.float32)
     texts = [record.getMessage() for record in caplog.records]
     assert ["scaled_dot_product_attention" in text for text in texts] == [True, False]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from pretrain.cli import main
 from pretrain.config.model import RopeExtension
 from pretrain.config.run import EngineConfig, RunConfig
-from pretrain.engines.engine import TorchEngine
-from pretrain.evaluation.evaluate import evaluating
-from pretrain.model.attention_paths import Stretch, sinusoids_XD
+from pretrain.engines.torch_engine import TorchEngine
+from pretrain.evaluation.training_evaluation import evaluating
 from pretrain.model.cached import CachedStream, HiddenStateStream, RowBuffer, new_stream
+from pretrain.model.positions import Stretch, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export
 from tests.helpers.models import VARIANTS, random_starts, random_tokens, stream_nll, tiny_model

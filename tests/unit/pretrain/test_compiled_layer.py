@@ -9,8 +9,8 @@ import torch
 
 from foundation.errors import ConfigError
 from pretrain.config.run import ModelConfig
-from pretrain.model import layer as layer_module
-from pretrain.model.attention_paths import SegmentKeys
+from pretrain.model import compiled
+from pretrain.model.visibility import SegmentKeys
 from tests.helpers.compiled_layer import between_attentions, layers_of
 
 MODERN = ModelConfig(
@@ -40,7 +40,7 @@ def test_all_layers_share_the_compiled_code_without_a_graph_break() -> None:
 
 @pytest.mark.slow
 def test_more_shapes_than_are_compiled_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_module, "MOST_COMPILED", 1)
+    monkeypatch.setattr(compiled, "MOST_COMPILED", 1)
     torch._dynamo.reset()
     layer = layers_of(MODERN)[0]
     layer.compiles = True

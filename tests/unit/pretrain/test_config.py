@@ -11,13 +11,7 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
 from foundation.errors import CheckpointError, ConfigError, DataError, UserError
 from foundation.settings import load_config
-from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
-from pretrain.config.run import (
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    PhaseConfig,
-    RunConfig,
+from pretrain.config.phases import (
     first_step_at,
     lane_seed_at,
     phase_at,
@@ -27,6 +21,8 @@ from pretrain.config.run import (
     starts_phase,
     tokens_of_steps,
 )
+from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
+from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import check_initial_weights, write_export

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from foundation.settings import load_config
 from pretrain.cli import main
+from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import (
     CheckpointConfig,
     DataConfig,
@@ -25,7 +26,7 @@ from pretrain.config.run import (
     PhaseConfig,
     RunConfig,
 )
-from pretrain.costs.cluster import ClusterConfig, Hardware
+from pretrain.costs.device_memory import Footprint, checkpoint_bytes, largest_parameter, layer_bytes
 from pretrain.costs.flops import (
     computed_flops_of_step,
     cost_of,
@@ -34,7 +35,7 @@ from pretrain.costs.flops import (
     parameters_of,
     tail_shares,
 )
-from pretrain.costs.memory import Footprint, checkpoint_bytes, largest_parameter, layer_bytes
+from pretrain.costs.hardware import Hardware
 from pretrain.costs.run_time import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.choices import MODEL_CHOICES

@@ -11,6 +11,7 @@ import pytest
 from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.commands.new import TrainingText, as_file, new_experiment
+from pretrain.config.cluster import load_cluster
 from pretrain.config.run import (
     DataConfig,
     EngineConfig,
@@ -19,9 +20,8 @@ from pretrain.config.run import (
     PhaseConfig,
     RunConfig,
 )
-from pretrain.costs.cluster import load_cluster
+from pretrain.costs.device_memory import Footprint, advice, cheapest_fit, largest_micro_batch
 from pretrain.costs.flops import cost_of, flops_of
-from pretrain.costs.memory import Footprint, advice, cheapest_fit, largest_micro_batch
 from pretrain.costs.run_time import evaluation_flops, run_time
 from pretrain.kernels import delta_rule
 from pretrain.rundir.run_dir import RunDir

@@ -16,7 +16,7 @@ from foundation.own_programs import own_command
 from foundation.settings import to_tree
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.costs.memory import (
+from pretrain.costs.device_memory import (
     SMALLEST_BUCKET,
     Footprint,
     bucket_elements,

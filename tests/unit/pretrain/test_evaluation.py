@@ -14,15 +14,13 @@ from data_pipeline.lanes.lane_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from pretrain.config.run import DataConfig, ModelConfig, PhaseConfig, RunConfig
-from pretrain.evaluation.evaluate import (
+from pretrain.evaluation.context_length import (
     ContextGrid,
-    EvaluationResult,
     Losses,
     SplitPositions,
-    TrainedScorer,
-    evaluate,
     relative_effective_context_lengths,
 )
+from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
 from pretrain.evaluation.probes.document_position import (
     bin_names,
@@ -45,8 +43,8 @@ from pretrain.evaluation.probes.recall import (
     tokens_of_vocabulary,
 )
 from pretrain.model.cached import new_stream
-from pretrain.model.lane_state import document_starts, num_compressed_rows
 from pretrain.model.layer import TransformerLayer
+from pretrain.model.memory import document_starts, num_compressed_rows
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import TrainedModel
 from tests.helpers.exact_attention import exact_attention

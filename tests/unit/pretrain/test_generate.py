@@ -15,7 +15,7 @@ from pretrain.evaluation.sampling import (
     prompt_tokens,
     seen_tokens,
 )
-from pretrain.model.lane_state import document_starts
+from pretrain.model.memory import document_starts
 from tests.helpers.models import TINY, VARIANTS, tiny_model
 
 END = 16

@@ -10,8 +10,8 @@ from benchmarks.meta import meta_as_gpu, model_on_meta, trained_on_meta
 from benchmarks.static import GIB, runs
 from foundation.settings import parse_config, to_tree
 from pretrain.config.run import RunConfig, lanes_of_rank
+from pretrain.costs.device_memory import Footprint, lane_bytes
 from pretrain.costs.flops import lanes_of_pass, parameters_of
-from pretrain.costs.memory import Footprint, lane_bytes
 from tests.helpers.live_tensors import LiveTensors
 
 FULL = {"activation_checkpointing": "full"}

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pretrain.config.run import DataConfig, EngineConfig, RunConfig
-from pretrain.costs.memory import Footprint, checkpoint_bytes
-from pretrain.model.attention_paths import Visibility
+from pretrain.costs.device_memory import Footprint, checkpoint_bytes
 from pretrain.model.cached import new_stream
 from pretrain.model.dropout import DropoutStream, Site
-from pretrain.model.lane_state import LaneState, Memory
+from pretrain.model.memory import Memory, MemoryLayout
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.visibility import Visibility
 from tests.helpers.models import (
     CUT_ANYWHERE,
     TINY,
@@ -31,13 +31,13 @@ LANES = 4
 LIKE = torch.zeros(1, dtype=torch.bfloat16)
 
 
-def lane_state(*, isolate_documents: bool = True) -> LaneState:
+def memory_layout(*, isolate_documents: bool = True) -> MemoryLayout:
     """A layer with a state in float32 and the last inputs of its convolution, one with rows."""
     kinds = ("deltanet", "attention")
-    return LaneState(replace(TINY, layer_kinds=kinds, isolate_documents=isolate_documents))
+    return MemoryLayout(replace(TINY, layer_kinds=kinds, isolate_documents=isolate_documents))
 
 
-def memory_of(state: LaneState) -> Memory:
+def memory_of(state: MemoryLayout) -> Memory:
     """A memory whose every number is its own lane's."""
     empty = state.empty(LANES, LIKE)
     shapes = ((LANES, 8, *part.shape[2:]) if 0 in part.shape else part.shape for part in empty)
@@ -53,7 +53,7 @@ def same(left: Memory, right: Memory) -> bool:
 def test_a_forgotten_segment_resets_states_of_lanes_in_which_a_document_started() -> None:
     starts_BL = torch.tensor([[False, True, True], [False] * 3, [True, False, False], [False] * 3])
     for isolates in (True, False):
-        state = lane_state(isolate_documents=isolates)
+        state = memory_layout(isolate_documents=isolates)
         memory = memory_of(state)
         after = state.after_forgotten_segment(memory, starts_BL)
         reset = [0, 2] if isolates else []
@@ -68,7 +68,7 @@ def test_a_forgotten_segment_resets_states_of_lanes_in_which_a_document_started(
 
 
 def test_a_segment_without_memory_reads_no_rows_and_states_of_zeros_in_their_own_types() -> None:
-    state = lane_state()
+    state = memory_layout()
     assert same(state.joined(state.taken_apart(memory_of(state))), memory_of(state))
     state.parts = replace(state.parts, is_forgotten=True)
     found = state.joined(state.usable(memory_of(state), LANES, LIKE))
@@ -82,7 +82,7 @@ def test_a_segment_without_memory_reads_no_rows_and_states_of_zeros_in_their_own
 
 
 def test_tensors_of_other_names_or_shapes_are_no_memory() -> None:
-    state = lane_state()
+    state = memory_layout()
     named = state.named(memory_of(state))
     assert state.of_named(named, LANES) is not None
     assert state.of_named(named, LANES + 1) is None
@@ -128,7 +128,7 @@ def test_segments_are_those_of_a_plain_model_whose_ends_are_what_was_written(opt
         if model.memory_tokens.norm is not None:
             ends_BXD = model.memory_tokens.norm(ends_BXD)
         torch.testing.assert_close(hidden_BLD, expected_BXD[:, WRITTEN:-WRITTEN])
-        written_BXD = LaneState(model.config).named(memory)["memory_tokens"]
+        written_BXD = MemoryLayout(model.config).named(memory)["memory_tokens"]
         torch.testing.assert_close(written_BXD, ends_BXD.detach())
 
 
@@ -137,7 +137,7 @@ def test_the_memory_of_hidden_states_holds_the_segments_own_tokens() -> None:
     tokens_BT, starts_BT = random_tokens(2, 10), random_starts(2, 10)
     _, memory, _ = model.hidden_states(tokens_BT[:, :5], None, starts_BT[:, :5])
     _, memory, _ = model.hidden_states(tokens_BT[:, 5:], memory, starts_BT[:, 5:])
-    named = LaneState(model.config).named(memory)
+    named = MemoryLayout(model.config).named(memory)
     assert torch.equal(named["layers.0.hidden"], model.embedding(tokens_BT[:, 3:]))
     counted_BT = starts_BT.cumsum(1) - starts_BT.sum(1, keepdim=True)
     assert torch.equal(named["documents"].long(), counted_BT[:, 3:])
@@ -222,7 +222,7 @@ def losses_and_gradients(model: TransformerXL) -> tuple[Tensor, dict[str, Tensor
     nll_BT, memory = stream_nll(model, stream_BT, SEGMENTS, starts_BT)
     nll_BT.sum().backward()
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return nll_BT.detach(), found, LaneState(model.config).named(memory or ())
+    return nll_BT.detach(), found, MemoryLayout(model.config).named(memory or ())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -251,7 +251,7 @@ def test_losses_gradients_and_memory_are_those_of_the_longest_memory_with_masks(
 def test_another_length_in_evaluation_is_that_of_the_longest_layers(longest, lengths) -> None:
     model = replace(TINY, num_layers=4, memory_length=(3, 8))
     assert model.memory_lengths(longest) == lengths
-    rows = {part.name: part.length for part in LaneState(model, longest).parts}
+    rows = {part.name: part.length for part in MemoryLayout(model, longest).parts}
     expected = {f"layers.{layer}.hidden": length for layer, length in enumerate(lengths)}
     assert rows == {**expected, "documents": max(lengths)}
     if longest is not None:

@@ -11,10 +11,10 @@ import torch
 
 from foundation.errors import CheckpointError
 from pretrain.config.run import ModelConfig
-from pretrain.model.attention_paths import RelativePositions, sinusoids_XD
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.lane_state import LaneState, num_rows
+from pretrain.model.memory import MemoryLayout, num_rows
 from pretrain.model.parameters import load_parameters
+from pretrain.model.positions import RelativePositions, sinusoids_XD
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import (
     TINY,
@@ -202,7 +202,7 @@ def test_half_precision_runs_with_float32_losses_close_to_the_exact_ones(variant
     dropout = DropoutStream(1, 2, [0, 1])
     found, memory = stream_nll(rounded, stream_BT, [8, 8, 8], starts_BT, dropout)
     assert found.dtype == torch.float32
-    for part, tensor in zip(LaneState(rounded.config).parts, memory, strict=True):
+    for part, tensor in zip(MemoryLayout(rounded.config).parts, memory, strict=True):
         if tensor.is_floating_point():
             assert tensor.dtype == (torch.float32 if part.in_float32 else dtype)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=ROUNDING[dtype])

@@ -16,14 +16,7 @@ from torch.nn.functional import normalize
 from pretrain.config.model import FEED_FORWARDS, FeedForwardKind
 from pretrain.config.run import ModelConfig
 from pretrain.model import gated_deltanet
-from pretrain.model.attention_paths import (
-    DistanceBias,
-    Visibility,
-    alibi_slopes_N,
-    rotated_BXNH,
-    sinusoids_XD,
-    t5_buckets_of,
-)
+from pretrain.model.feed_forward import FeedForward
 from pretrain.model.gated_deltanet import (
     DeltaInputs,
     GatedDeltaNet,
@@ -32,10 +25,18 @@ from pretrain.model.gated_deltanet import (
     delta_rule_in_chunks,
     fla_delta_rule,
 )
-from pretrain.model.lane_state import Compression, num_leaving_rows
-from pretrain.model.layer import FeedForward
+from pretrain.model.memory import num_leaving_rows
+from pretrain.model.memory_modules import Compression
 from pretrain.model.parameters import RMSNorm
+from pretrain.model.positions import (
+    DistanceBias,
+    alibi_slopes_N,
+    rotated_BXNH,
+    sinusoids_XD,
+    t5_buckets_of,
+)
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.visibility import Visibility
 from tests.helpers.models import TINY, random_starts, random_tokens, stream_nll, tiny_model
 
 COMPRESSIVE = {"compressed_length": 4, "compression_rate": 2, "memory_length": 6}

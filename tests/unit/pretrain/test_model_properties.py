@@ -14,7 +14,7 @@ import torch
 
 from pretrain.config.model import FeedForwardKind, NormKind, NormPosition, Positions
 from pretrain.model.dropout import DropoutStream
-from pretrain.model.lane_state import num_rows
+from pretrain.model.memory import num_rows
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.models import (
     CUT_ANYWHERE,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config.run import EngineConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.engines.engine import TorchEngine
+from pretrain.engines.torch_engine import TorchEngine
 from pretrain.model.layer import DeltaNetLayer, TransformerLayer
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim import parameter_groups

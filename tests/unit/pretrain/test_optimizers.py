@@ -35,15 +35,12 @@ from pretrain.config.run import (
 )
 from pretrain.costs.flops import moment_bytes, orthogonalizing_flops
 from pretrain.distributed.world import World
-from pretrain.engines.engine import Engine, TorchEngine
+from pretrain.engines.engine import Engine
+from pretrain.engines.torch_engine import TorchEngine
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.optim.optimizers import (
-    LossScaler,
-    build_optimizer,
-    learning_rate_at,
-    orthogonalized,
-    owners,
-)
+from pretrain.optim.loss_scale import LossScaler
+from pretrain.optim.muon import orthogonalized, owners
+from pretrain.optim.optimizers import build_optimizer
 from pretrain.optim.parameter_groups import (
     decays,
     layer_metrics,
@@ -52,6 +49,7 @@ from pretrain.optim.parameter_groups import (
     set_learning_rate,
     stacked_matrices,
 )
+from pretrain.optim.schedule import learning_rate_at
 from pretrain.run import build_engine, run_training
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.choices import MODEL_CHOICES

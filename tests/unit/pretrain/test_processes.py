@@ -37,7 +37,7 @@ from pretrain.distributed.world import (
 )
 from pretrain.kernels.delta_rule import CONFIGURATIONS
 from pretrain.kernels.triton.settings import DTYPES
-from pretrain.model.attention_paths import path_for
+from pretrain.model.attention_backends import backend_for
 from pretrain.model.parameters import dtype_of
 from pretrain.processes import device
 from pretrain.processes.device import (
@@ -112,7 +112,7 @@ def test_a_gpu_repeats_its_bits_unless_told_not_to(monkeypatch, caplog, kernel, 
 @pytest.mark.parametrize(("kernel", "is_bitwise"), [("auto", True), ("atomic", False)])
 def test_the_fused_kernel_has_an_order_unless_told_otherwise(monkeypatch, kernel, is_bitwise):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # else no kernel fits this machine
-    path = path_for(kernel, ModelConfig(), torch.device("cpu"), torch.float32)
+    path = backend_for(kernel, ModelConfig(), torch.device("cpu"), torch.float32)
     assert path.keywords == {"is_bitwise": is_bitwise}  # type: ignore[attr-defined]
 
 

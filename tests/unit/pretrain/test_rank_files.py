@@ -31,7 +31,7 @@ from pretrain.checkpoint.tensor_layout import HostBuffer, SplitTensors, copy_to_
 from pretrain.checkpoint.transfer import RankReports, decoded, encoded
 from pretrain.checkpoint.verify import rank_share, verify
 from pretrain.distributed.messages import Worker
-from pretrain.model.lane_state import LaneState
+from pretrain.model.memory import MemoryLayout
 from pretrain.state import TrainState
 from tests.helpers.checkpoints import index_of
 from tests.helpers.models import TINY
@@ -103,7 +103,7 @@ def saves_of(root: Path) -> list[Save]:
         own = TCPStore("127.0.0.1", store.port, wait_for_workers=False) if rank else store
         fragments = {piece_key("w", 4 * rank, "weight"): [torch.arange(4.0) + 4 * rank]}
         torch.manual_seed(rank)
-        file = RankFile.of(fragments, TrainState(step=7, memories=[]), LaneState(TINY))
+        file = RankFile.of(fragments, TrainState(step=7, memories=[]), MemoryLayout(TINY))
         report = {"first_lane": FIRST[rank], "num_lanes": num_lanes, "cursor": None}
         reports = RankReports("a/1", rank, len(LANES), own)
         buffer = HostBuffer(torch.device("cpu"))

@@ -34,7 +34,7 @@ from pretrain.config.run import (
     RunConfig,
 )
 from pretrain.distributed.world import World
-from pretrain.engines.engine import TorchEngine
+from pretrain.engines.torch_engine import TorchEngine
 from pretrain.recovery import rewind
 from pretrain.recovery.rewind import SpikeFound, SpikeMonitor
 from pretrain.run import run_training

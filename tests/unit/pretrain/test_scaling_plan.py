@@ -20,10 +20,11 @@ from foundation.settings import amount_of, load_config, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.cli import main
 from pretrain.commands.scale import rule_of
+from pretrain.config.devices import device_named
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
-from pretrain.costs.cluster import GIB, USABLE, device_named
 from pretrain.costs.flops import cost_of
+from pretrain.costs.hardware import GIB, USABLE
 from pretrain.scaling import plan
 from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.frontier import fit_isoflop

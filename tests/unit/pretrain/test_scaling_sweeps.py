@@ -22,8 +22,8 @@ from pretrain.comparisons.comparison import member_name, plan_members, read_comp
 from pretrain.comparisons.members import member_results
 from pretrain.comparisons.page import loss_by_memory
 from pretrain.config.run import RunConfig
+from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.costs.flops import computed_flops_of_step, cost_of
-from pretrain.costs.memory import checkpoint_bytes
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows

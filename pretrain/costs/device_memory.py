@@ -38,8 +38,8 @@ from pretrain.config.model import (
     LayerKind,
     ModelConfig,
 )
-from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank, runs_of_phases
-from pretrain.costs.cluster import GIB
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.flops import (
     Parameters,
     bins_of,
@@ -50,6 +50,7 @@ from pretrain.costs.flops import (
     tokens_of_pass,
     weights_of,
 )
+from pretrain.costs.hardware import GIB
 from pretrain.kernels.delta_rule import CHUNK_TOKENS, delta_rule_here
 from pretrain.kernels.triton.tiling import built_in_tiles, workspace_of
 

@@ -1,7 +1,6 @@
-"""What computes: devices by their data sheets, and the settings of a cluster. Torch-free.
+"""The settings of a cluster: where jobs go, what a node has, the ranks' environment. Torch-free.
 
-A cluster file says where jobs go, what a node has, what the ranks' environment is. `pretrain` reads
-it to estimate costs, `launcher` to submit jobs; one reader refuses the same files.
+`pretrain` reads a cluster file to estimate costs, `launcher` to submit jobs.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,108 +18,44 @@ from foundation.credentials import is_variable_name, referenced_variable
 from foundation.errors import ConfigError
 from foundation.settings import MOST_THREADS, Range, check_ranges, load_config, setting, to_tree
 from foundation.yaml_files import did_you_mean, find_config
-from pretrain.config.engine import EngineConfig
+from pretrain.config.devices import device_named
 
-GIB = 1 << 30
 MOST_RANKS = 1024  # of a node
 MOST_NODES = 65_536  # of a cluster: Slurm's own limit
-# Fraction of a device's memory; the rest goes to driver, communication buffers and fragmentation.
-USABLE = 0.92
-CPU_MFU = 0.25  # assumed where nothing was measured, as is the next
-GPU_MFU = 0.35
 _GPUS = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*:)?[0-9]{1,4}")
-
-
-@dataclass(frozen=True)
-class Device:
-    """Peaks of dense products (FLOPs per second) and bytes of memory, as the vendor gives them."""
-
-    bf16: float  # and fp16
-    fp32: float
-    memory: float
-    origin: str = "data sheet, dense"
-
-    def peak(self, engine: EngineConfig) -> float:
-        """Return the FLOPs per second in the engine's precision."""
-        return self.bf16 if engine.number_format != "fp32" else self.fp32
-
-
-DEVICES = {
-    "B200": Device(bf16=2250e12, fp32=75e12, memory=180e9),
-    "H200": Device(bf16=989e12, fp32=67e12, memory=141e9),  # SXM, as the next two
-    "H100": Device(bf16=989e12, fp32=67e12, memory=80e9),
-    "A100": Device(bf16=312e12, fp32=19.5e12, memory=80e9),
-    "A100-40GB": Device(bf16=312e12, fp32=19.5e12, memory=40e9),
-    "L40S": Device(bf16=362e12, fp32=91.6e12, memory=48e9),
-    "MI300X": Device(bf16=1307e12, fp32=163e12, memory=192e9),
-    "RTX4090": Device(bf16=165e12, fp32=82.6e12, memory=24e9),  # with sums in fp32
-    # memory 0: that of the machine this runs on
-    "cpu": Device(bf16=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"),
-}
-
-
-def device_named(text: str) -> str:
-    """The name in DEVICES of a GPU as Slurm or its driver calls it; empty if it is none of them."""
-    letters = re.sub("[^A-Z0-9]", "", text.upper())
-    found = next((name for name in DEVICES if name.replace("-", "") in letters), "")
-    smaller = f"{found}-40GB"
-    return smaller if smaller in DEVICES and "40GB" in letters else found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """The ranks that costs are estimated for."""
-
-    nodes: int
-    ranks_per_node: int
-    name: str  # of DEVICES
-    node: ClusterConfig | None = None  # of the cluster file, if there is one
-    memory: float = 0.0  # bytes of a GPU, where they are not the data sheet's
-    flops: float = 0.0  # peak of a GPU, the same
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.name != "cpu"
-
-    @property
-    def device(self) -> Device:
-        device = DEVICES[self.name]
-        memory, peak = self.memory or device.memory, self.flops
-        if self.on_gpu and peak:
-            return Device(bf16=peak, fp32=peak, memory=memory, origin="as given")
-        return replace(device, memory=memory)
-
-    def describe(self) -> str:
-        """What is assumed of a GPU, in one line."""
-        device = self.device
-        return (
-            f"{self.nodes} x {self.ranks_per_node} {self.name}: {device.memory / 1e9:,.0f} GB, "
-            f"{USABLE:.0%} of it usable, and {device.bf16 / 1e12:,.0f} TFLOP/s in bf16 each "
-            f"({device.origin}); --gpu-memory and --gpu-flops change them"
-        )
-
-    @property
-    def usable_memory(self) -> float:
-        """Bytes that a rank can use; on a CPU its part of this machine's."""
-        if self.on_gpu:
-            return USABLE * self.device.memory
-        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return USABLE * host_memory / self.ranks_per_node
-
-    def assumed_mfu(self, given: float | None = None) -> float:
-        """The part of the peak that a run is assumed to use; ConfigError for no such part."""
-        if given is None:
-            return GPU_MFU if self.on_gpu else CPU_MFU
-        if not 0 < given <= 1:
-            raise ConfigError(f"--mfu={given} must be above 0 and at most 1")
-        return given
-
-
 _NODES = re.compile(r"([0-9]{1,20})(?:([:+])([0-9]{1,20}))?")
+EXAMPLES = Path("configs/clusters")
+# minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
+# days-hours:minutes:seconds
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_LARGEST_SIGNAL_FRACTION = 0.5
+_OPTION = re.compile(r"[a-z][a-z0-9-]+")
+# Names of secrets, such as HF_PAT, WANDB_APIKEY, DB_CONNECTION_STRING, AUTH_HEADER.
+_SECRET = re.compile(
+    r"(^|_)((API|SECRET|ACCESS|PRIVATE|AUTH)?(KEY|TOKEN)|SECRET|PASSWORD|PASSWD|PASSPHRASE"
+    r"|CREDENTIALS?|CONNECTION_?STRING|AUTH(_?HEADER)?|AUTHORIZATION|PAT|PWD|PASS|DSN)(_ID)?$",
+    re.IGNORECASE,
+)
+_OF_THE_LAUNCHER = (
+    "nodes ntasks ntasks-per-node cpus-per-task nodelist jobid kill-on-bad-exit wait label "
+    "distribution export overlap container-image container-mounts container-workdir output "
+    "error input multi-prog pty test-only"
+)
+# Options that would break a run -> why, and what to write instead.
+_REFUSED: Mapping[str, Mapping[str, str]] = {
+    "options": {
+        "array": "starts the run several times; 'launcher sweep submit' starts a sweep's cells",
+        "error": "keeps the job's errors from 'launcher logs'; remove it",
+        "gpus": "counts GPUs of the whole job; use the setting gpus_per_node",
+        "ntasks": "is nodes times ranks; use --nodes and the setting ranks_per_node",
+        "test-only": "submits nothing; use 'launcher submit --dry-run'",
+        "time-min": "lets Slurm shorten all later starts; use a shorter time_limit",
+        "wrap": "replaces the batch script; use the setting setup",
+    },
+    "srun_options": dict.fromkeys(
+        _OF_THE_LAUNCHER.split(), "is decided by the launcher; remove it"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -168,40 +103,6 @@ def fixed_nodes(text: str) -> NodeRange:
             f"one; write {nodes.least} or {nodes.most}"
         )
     return nodes
-
-
-EXAMPLES = Path("configs/clusters")
-# minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
-# days-hours:minutes:seconds
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
-_LARGEST_SIGNAL_FRACTION = 0.5
-_OPTION = re.compile(r"[a-z][a-z0-9-]+")
-# Names of secrets, such as HF_PAT, WANDB_APIKEY, DB_CONNECTION_STRING, AUTH_HEADER.
-_SECRET = re.compile(
-    r"(^|_)((API|SECRET|ACCESS|PRIVATE|AUTH)?(KEY|TOKEN)|SECRET|PASSWORD|PASSWD|PASSPHRASE"
-    r"|CREDENTIALS?|CONNECTION_?STRING|AUTH(_?HEADER)?|AUTHORIZATION|PAT|PWD|PASS|DSN)(_ID)?$",
-    re.IGNORECASE,
-)
-_OF_THE_LAUNCHER = (
-    "nodes ntasks ntasks-per-node cpus-per-task nodelist jobid kill-on-bad-exit wait label "
-    "distribution export overlap container-image container-mounts container-workdir output "
-    "error input multi-prog pty test-only"
-)
-# Options that would break a run -> why, and what to write instead.
-_REFUSED: Mapping[str, Mapping[str, str]] = {
-    "options": {
-        "array": "starts the run several times; 'launcher sweep submit' starts a sweep's cells",
-        "error": "keeps the job's errors from 'launcher logs'; remove it",
-        "gpus": "counts GPUs of the whole job; use the setting gpus_per_node",
-        "ntasks": "is nodes times ranks; use --nodes and the setting ranks_per_node",
-        "test-only": "submits nothing; use 'launcher submit --dry-run'",
-        "time-min": "lets Slurm shorten all later starts; use a shorter time_limit",
-        "wrap": "replaces the batch script; use the setting setup",
-    },
-    "srun_options": dict.fromkeys(
-        _OF_THE_LAUNCHER.split(), "is decided by the launcher; remove it"
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)

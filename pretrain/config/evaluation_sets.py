@@ -1,0 +1,109 @@
+"""The validation splits that a run is evaluated on besides its own corpus'.
+
+A set is the split of a corpus named in `evaluation.sets`, or of a part of a mixture. Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, read_manifest
+from foundation.errors import DataError, named_setting
+from foundation.files import path_text, url_of
+from foundation.settings import LONGEST_NAME
+from pretrain.config.run import RunConfig
+
+VALIDATION = SPLITS[1]
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A name and where its text is."""
+
+    name: str
+    path: Path  # of the corpus, or of one split of it
+    manifest_hashes: tuple[str, ...] = ()  # of which the corpus must have one, if there are any
+    is_part: bool = False  # of a mixture: it may have no validation split, and is left out then
+
+
+def split_of(path: Path) -> Path:
+    """Return the split that a path stands for: itself, or the validation split of a corpus."""
+    is_split = url_of(path) is None and (path / MANIFEST_NAME).is_file()
+    return path if is_split else path / VALIDATION
+
+
+def evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
+    """Return the sets of a run with all its phases; a named one replaces a part of its name."""
+    parts = list({part.path: part for part in run.data.all_parts}.values())
+    names = _names_of([part.path for part in parts])
+    sets = {
+        name: EvaluationSet(name, part.path, run.data.manifest_hashes, is_part=True)
+        for name, part in zip(names, parts, strict=True)
+    }
+    sets |= {name: EvaluationSet(name, path) for name, path in run.evaluation.sets.items()}
+    return list(sets.values())
+
+
+def splits_of_sets(run: RunConfig) -> dict[str, Path]:
+    """Return name -> directory of each set's split; parts without one are left out.
+
+    DataError for a set without one, with other hashes than it must have, or with another tokenizer
+    than the run's corpus: a loss per token says nothing then. Fetches manifests and tokenizers of
+    URLs.
+    """
+    from data_pipeline.corpora.corpus import pinned_directory  # late: the object stores
+
+    found: dict[str, Path] = {}
+    if not (sets := evaluation_sets(run)):
+        return found
+    expected = read_manifest(run.data.directory() / VALIDATION).tokenizer
+    for each in sets:
+        split = split_of(each.path)
+        with named_setting(f"evaluation.sets.{each.name}"):
+            corpus = pinned_directory(split.parent, run.data.cache, each.manifest_hashes)
+            directory = corpus / split.name
+            if each.is_part and not (directory / MANIFEST_NAME).is_file():
+                continue
+            tokenizer = read_manifest(directory).tokenizer
+        if tokenizer != expected:
+            raise DataError(
+                f"evaluation.sets.{each.name}: {path_text(each.path)} was made with the tokenizer "
+                f"{tokenizer[:16]}, data.path with {expected[:16]}; build the set with the "
+                "tokenizer of data.path (tokenizer.path)"
+            )
+        found[each.name] = directory
+    return found
+
+
+def hashes_of_sets(splits: Mapping[str, Path]) -> dict[str, str]:
+    """Return name -> hash of the split of each set."""
+    return {name: read_manifest(split).hash for name, split in splits.items()}
+
+
+def check_same_sets(hashes_of_ranks: Sequence[Mapping[str, str]]) -> None:
+    """Raise DataError unless all ranks have found the same sets: they evaluate together."""
+    expected = hashes_of_ranks[0]
+    for rank, found in enumerate(hashes_of_ranks):
+        names = sorted({*found, *expected})
+        if differing := [name for name in names if found.get(name) != expected.get(name)]:
+            raise DataError(
+                f"rank {rank} finds another validation split of {', '.join(differing)} than rank "
+                "0, or none; every node needs the same corpora under the same paths"
+            )
+
+
+def _names_of(paths: Iterable[Path]) -> list[str]:
+    """Return a name for each path: its last part, or its last two, or with a number."""
+    parts = [re.sub(r"[^A-Za-z0-9._+/-]", "-", str(path)).split("/") for path in paths]
+    parts = [[part.strip("-.") or "part" for part in each] for each in parts]
+    last = Counter(part[-1] for part in parts)
+    names = [part[-1] if last[part[-1]] == 1 else "-".join(part[-2:]) for part in parts]
+    known = Counter(names)
+    return [
+        name if known[name] == 1 else f"{name}-{number}"
+        for number, name in enumerate((name[-LONGEST_NAME + 10 :] for name in names), start=1)
+    ]

@@ -1,0 +1,96 @@
+"""Phases of a run: from a step on, another mixture, number of lanes or segment length.
+
+With another mixture or number of lanes, the lanes restart with a seed of their own: a phase with
+the text of the one before reads it in another order. A lane does not depend on the segment
+length: where that changes alone, every lane continues at its next token with its memory. Model,
+optimizer, schedule and steps always continue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from pretrain.config.run import (
+    RunConfig,
+)
+
+
+def phase_at(run: RunConfig, step: int) -> int:
+    """The number of the phase that makes the update after `step` updates; 0 is the run's start."""
+    return sum(phase.from_step <= step for phase in run.data.phases)
+
+
+def run_at(run: RunConfig, step: int) -> RunConfig:
+    """The run with the mixture, lanes and segment length of the phase."""
+    data = run.data
+    for phase in run.data.phases[: phase_at(run, step)]:
+        data = replace(
+            data,
+            lanes=phase.lanes or data.lanes,
+            segment_length=phase.segment_length or data.segment_length,
+            mixture=phase.mixture or data.mixture,
+        )
+    return replace(run, data=data)
+
+
+def mixture_setting(run: RunConfig, step: int) -> str:
+    """Return the name of the setting that the mixture of a step is from."""
+    phases = run.data.phases[: phase_at(run, step)]
+    numbers = [number for number, phase in enumerate(phases) if phase.mixture]
+    return f"data.phases.{numbers[-1]}.mixture" if numbers else "data.mixture"
+
+
+def runs_of_phases(run: RunConfig) -> list[RunConfig]:
+    """The run in each of its phases."""
+    return [run_at(run, step) for step in (0, *(phase.from_step for phase in run.data.phases))]
+
+
+def spans_of_phases(run: RunConfig, steps: range) -> list[tuple[RunConfig, int]]:
+    """The run in each phase that makes some of these updates, counted from 0, and how many."""
+    borders = [0, *(phase.from_step for phase in run.data.phases), steps.stop]
+    spans = [
+        range(max(start, steps.start), min(stop, steps.stop)) for start, stop in pairwise(borders)
+    ]
+    return [
+        (phase, len(span)) for phase, span in zip(runs_of_phases(run), spans, strict=True) if span
+    ]
+
+
+def tokens_of_steps(run: RunConfig, steps: range) -> int:
+    """How many tokens these updates read, counted from 0, over all lanes and phases."""
+    return sum(phase.tokens_per_step * count for phase, count in spans_of_phases(run, steps))
+
+
+def starts_phase(run: RunConfig, step: int) -> bool:
+    """Whether the update after `step` updates is a phase's first."""
+    return any(phase.from_step == step for phase in run.data.phases)
+
+
+def restarts_lanes(run: RunConfig, step: int) -> bool:
+    """Whether the update after `step` updates is the first after the lanes restart."""
+    return any(phase.from_step == step and phase.restarts_lanes for phase in run.data.phases)
+
+
+def first_step_at(run: RunConfig, step: int) -> int:
+    """The number of updates before the phase."""
+    return max((phase.from_step for phase in run.data.phases if phase.from_step <= step), default=0)
+
+
+def lane_seed_at(run: RunConfig, step: int) -> int:
+    """The seed of the lanes' order: the run's, plus the number of the phase that started them."""
+    numbered = enumerate(run.data.phases[: phase_at(run, step)], start=1)
+    return run.seed + max((number for number, each in numbered if each.restarts_lanes), default=0)
+
+
+def describe_phase(run: RunConfig, step: int) -> str:
+    """What changes at the phase that starts after `step` updates, in one line."""
+    before, after = run_at(run, step - 1).data, run_at(run, step).data
+    lanes = "restart" if restarts_lanes(run, step) else "continue"
+    changed = before.segment_length != after.segment_length
+    segments = f", segments of {after.segment_length}" if changed else ""
+    memories = "kept" if before.lanes == after.lanes else "reset"
+    return (
+        f"phase {phase_at(run, step)} from step {step}: {after.lanes} lanes {lanes}{segments}; "
+        f"memories are {memories}"
+    )

@@ -1,0 +1,69 @@
+"""The ranks that costs are estimated for: how many, on which devices. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from foundation.errors import ConfigError
+from pretrain.config.cluster import ClusterConfig
+from pretrain.config.devices import DEVICES, Device
+
+GIB = 1 << 30
+# Fraction of a device's memory; the rest goes to driver, communication buffers and fragmentation.
+USABLE = 0.92
+CPU_MFU = 0.25  # assumed where nothing was measured, as is the next
+GPU_MFU = 0.35
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The ranks that costs are estimated for."""
+
+    nodes: int
+    ranks_per_node: int
+    name: str  # of DEVICES
+    node: ClusterConfig | None = None  # of the cluster file, if there is one
+    memory: float = 0.0  # bytes of a GPU, where they are not the data sheet's
+    flops: float = 0.0  # peak of a GPU, the same
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.name != "cpu"
+
+    @property
+    def device(self) -> Device:
+        device = DEVICES[self.name]
+        memory, peak = self.memory or device.memory, self.flops
+        if self.on_gpu and peak:
+            return Device(bf16=peak, fp32=peak, memory=memory, origin="as given")
+        return replace(device, memory=memory)
+
+    def describe(self) -> str:
+        """What is assumed of a GPU, in one line."""
+        device = self.device
+        return (
+            f"{self.nodes} x {self.ranks_per_node} {self.name}: {device.memory / 1e9:,.0f} GB, "
+            f"{USABLE:.0%} of it usable, and {device.bf16 / 1e12:,.0f} TFLOP/s in bf16 each "
+            f"({device.origin}); --gpu-memory and --gpu-flops change them"
+        )
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that a rank can use; on a CPU its part of this machine's."""
+        if self.on_gpu:
+            return USABLE * self.device.memory
+        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return USABLE * host_memory / self.ranks_per_node
+
+    def assumed_mfu(self, given: float | None = None) -> float:
+        """The part of the peak that a run is assumed to use; ConfigError for no such part."""
+        if given is None:
+            return GPU_MFU if self.on_gpu else CPU_MFU
+        if not 0 < given <= 1:
+            raise ConfigError(f"--mfu={given} must be above 0 and at most 1")
+        return given
