@@ -202,7 +202,7 @@ def _rank_process(
     beats, seconds = RunDir(directory).heartbeats, config.engine.watchdog_timeout_seconds
     own = Heartbeat(beats, world.rank, seconds, local_rank=world.local_rank)
     heartbeat = heartbeat or own
-    heartbeat.last_words = lambda: write_last_collectives(logs, world.rank, os.environ)
+    heartbeat.final_report = lambda: write_last_collectives(logs, world.rank, os.environ)
     token, data = os.environ.get(VARIABLE), {}
     with contextlib.ExitStack() as stack:
         stop = StopRequest()  # before anything waits for storage

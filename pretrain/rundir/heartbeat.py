@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,8 +108,8 @@ class Heartbeat:
 
     While it is open, SIGQUIT writes every thread's Python stack to stderr and the process
     continues. After `watchdog_timeout_seconds` without a beat, in which the process was not
-    suspended, the stacks are also written, the thread that writes heartbeats calls `last_words`,
-    and SIGALRM ends it. 0: no timeout.
+    suspended, the thread that writes heartbeats writes the stacks and calls `final_report`, and
+    SIGALRM ends the process. 0: no timeout.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Heartbeat:
         directory: Path,
         rank: int,
         watchdog_timeout_seconds: float,
-        last_words: Callable[[], object] = lambda: None,
+        final_report: Callable[[], object] = lambda: None,
         local_rank: int = 0,
         phase: Phase = "start",
     ) -> None:
@@ -124,7 +125,7 @@ class Heartbeat:
         self._rank, self._local_rank = rank, local_rank
         self._file: int | None = None  # stays open: closing would sync it over a network
         self._watchdog_timeout_seconds = watchdog_timeout_seconds
-        self.last_words = last_words
+        self.final_report = final_report
         self._watchdog: Watchdog | None = None
         self._beat: tuple[float, int, Phase] = (time.time(), 0, phase)
         self._closing = threading.Event()
@@ -137,7 +138,7 @@ class Heartbeat:
         """
         self._beat = (time.time(), step, phase)
         if self._watchdog is not None:
-            self._watchdog.feed(self._watchdog_timeout_seconds)
+            self._watchdog.notify(self._watchdog_timeout_seconds)
 
     def allow(self, seconds: float) -> None:
         """Report progress; from now on a beat is due in so many seconds."""
@@ -173,16 +174,10 @@ class Heartbeat:
 
     def _write_beats(self) -> None:
         known, written, synced, failed = None, 0.0, 0.0, False
-        waited, before = 0.0, 0.0
         while True:
-            timeout = self._watchdog_timeout_seconds
+            if self._watchdog is not None and self._watchdog.has_expired():
+                self._report_hang(self._watchdog)
             beat, now = self._beat, time.monotonic()
-            # As the watchdog counts: a process that was suspended has waited two turns at most.
-            turn, before = min(now - before, 2 * WRITE_SECONDS), now
-            waited = 0.0 if beat != known else waited + turn
-            if 0 < timeout <= waited < timeout + turn:  # once: in the turn that reaches it
-                with contextlib.suppress(OSError):
-                    self.last_words()
             if beat != known or now - written >= REWRITE_SECONDS:
                 known, written = beat, now
                 try:
@@ -210,6 +205,18 @@ class Heartbeat:
                     failed = failed or not is_early
             if self._closing.wait(WRITE_SECONDS):
                 return
+
+    def _report_hang(self, watchdog: Watchdog) -> None:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        with contextlib.suppress(OSError, ValueError):
+            for ident, frame in sys._current_frames().items():
+                stack = "".join(traceback.format_stack(frame))
+                sys.stderr.write(f"Thread {names.get(ident, ident)}:\n{stack}")
+            sys.stderr.flush()
+            watchdog.wrote_stacks()
+        with contextlib.suppress(OSError):
+            self.final_report()
+        watchdog.wrote_all()
 
     def _write(self, line: bytes) -> None:
         try:

@@ -223,9 +223,9 @@ def wait_for_ever():
     sys.exit("stop requested" if stop.count else "never ended")
 
 stop = StopRequest()
-say = lambda: print("last words", file=sys.stderr)
+say = lambda: print("final report", file=sys.stderr)
 heartbeats = Path(sys.argv[1])
-with Heartbeat(heartbeats, 3, float(sys.argv[2]), last_words=say, local_rank=1) as heartbeat:
+with Heartbeat(heartbeats, 3, float(sys.argv[2]), final_report=say, local_rank=1) as heartbeat:
     while not (heartbeats / "ranks-from-00002.jsonl").exists():
         time.sleep(0.02)
     heartbeat.beat(5, "save")
@@ -310,9 +310,40 @@ def test_a_rank_without_a_heartbeat_ends_but_suspended_time_does_not_count(tmp_p
     assert process.returncode == -signal.SIGALRM
     assert re.search(r"^Timeout \(0:00:02\)!$", errors, re.MULTILINE)
     assert "wait_for_ever" in errors
-    assert errors.count("last words") == 1
+    assert errors.count("final report") == 1
     # Others see where it stood.
     assert [(each.rank, each.step) for each in read_heartbeats(tmp_path)] == [(3, 5)]
+
+
+BUSY_THREADS = """
+import re, sys, threading
+from pathlib import Path
+from pretrain.rundir.heartbeat import Heartbeat
+
+def turn():
+    while True:
+        (lambda *given: sorted(given))(*range(20))
+
+def never_gives_the_interpreter_back():
+    re.match("(a+)+$", "a" * 64 + "b")
+
+with Heartbeat(Path(sys.argv[1]), 0, 1.0):
+    for _ in range(3 * (sys.argv[2] == "busy")):
+        threading.Thread(target=turn, daemon=True).start()
+    if sys.argv[2] == "blocked":
+        never_gives_the_interpreter_back()
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(("does", "seen"), [("busy", "in turn"), ("blocked", "in never_gives")])
+def test_a_rank_that_hangs_ends_by_its_watchdog_whatever_its_threads_do(tmp_path, does, seen):
+    command = [sys.executable, "-c", BUSY_THREADS, str(tmp_path), does]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == -signal.SIGALRM
+    assert seen in ended.stderr
+    # The handler of the signal can crash a process whose threads run; it is the last resort.
+    assert ("most recent call first" in ended.stderr) == (does == "blocked")
 
 
 def test_sigquit_writes_stacks_and_sigusr2_requests_a_stop(tmp_path):
