@@ -82,7 +82,7 @@ def paragraphs(tree: ast.Module) -> int:
 
 def phrase_lines(text: str) -> list[tuple[int, str]]:
     """Return line number and phrase of all that PHRASES match."""
-    matches = re.finditer("|".join(PHRASES), text, re.IGNORECASE)
+    matches = re.finditer("|".join(PHRASES), text.replace("None", "NULL").lower())
     return [(text.count("\n", 0, match.start()) + 1, match.group()) for match in matches]
 
 
