@@ -25,6 +25,7 @@ import importlib
 import io
 import itertools
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from foundation.yaml_files import did_you_mean
 
 _OVERRIDES = "KEY=VALUE"
 _HELP_WIDTH = 80
+_WIDEST = 100  # columns of settings, so that lines stay readable
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,17 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+def add_prefix(parser: argparse.ArgumentParser) -> None:
+    """Define the argument of every command that explains settings."""
+    parser.add_argument(
+        "prefix",
+        nargs="?",
+        default="",
+        metavar="PREFIX",
+        help="a setting, a section or a part of a name (default: all settings)",
+    )
+
+
 def add_experiment(parser: argparse.ArgumentParser, words: str = "experiment file (YAML)") -> None:
     """Define the arguments `experiment` and `overrides`."""
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help=words)
@@ -242,6 +255,14 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     if get_origin(hint) is Literal:
         return get_args(hint)
     return tuple(itertools.chain.from_iterable(map(_choices, get_args(hint))))
+
+
+def show_settings(schema: Any, prefix: str, rule: ResumeRule = no_resume) -> int:
+    """Print the settings that begin with `prefix`, in lines as wide as the terminal."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    for line in as_text(schema, prefix, rule, width):
+        print(line)
+    return 0
 
 
 def as_text(schema: Any, prefix: str, rule: ResumeRule, width: int) -> Iterator[str]:

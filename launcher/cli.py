@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "cancel": ("launcher.commands.cancel", "stop a run, after a last checkpoint if there is time"),
     "resume": (
-        "launcher.commands.submit:resume",
+        "launcher.commands.resume",
         "continue a run as it was started: in a new Slurm job, or here",
     ),
     "settings": (

@@ -7,7 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
-from data_pipeline.commands import settings
+from foundation.cli import add_prefix, show_settings
 from foundation.errors import ConfigError, UserError
 from foundation.files import refuse_overwrite, write_new
 from foundation.yaml_files import require_yaml_name
@@ -21,12 +21,12 @@ OF_GPUS = """\
   NCCL_DEBUG: WARN
   TORCH_DIST_USE_NCCL2: "0"  # torch's former NCCL backend, until the new one was seen here
 """
-add_settings_arguments = settings.add_arguments
+add_settings_arguments = add_prefix
 
 
 def run_settings(arguments: argparse.Namespace) -> int:
     """Print the settings of a cluster file."""
-    return settings.show(ClusterConfig, arguments.prefix)
+    return show_settings(ClusterConfig, arguments.prefix)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

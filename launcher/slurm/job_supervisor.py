@@ -20,7 +20,7 @@ from launcher.slurm.lost_nodes import FirstNodeGuard, NodePool, NodeProbe, use_u
 from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from launcher.slurm.srun import Probe, SlurmRanks, Step, probe_nodes
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
-from launcher.supervisor import is_complete, supervise
+from launcher.supervisor import Supervisor, is_complete
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.cluster import load_cluster
 from pretrain.config.run import CheckpointConfig, RunConfig
@@ -170,9 +170,9 @@ def _make_attempts(
         with run_dir.locked(HOLDER, is_fenced=True), guard:
             clock, allocated, excludable = site.clock, job_exit.is_allocated, job_exit.excludable
             pool = NodePool(job, num_spare, run_dir, excludable, site.slurm, probe, clock)
-            return supervise(
+            return Supervisor(
                 run_dir, start, policy, stop, count, meanwhile, job.id, allocated, clock
-            )
+            ).run()
     except StartAgain as again:
         if job_exit.is_allocated():  # else it says nothing of the nodes
             nodes = again.nodes

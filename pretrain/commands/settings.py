@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from data_pipeline.commands import settings
+from foundation.cli import add_prefix, show_settings
 from foundation.errors import ConfigError
 from pretrain.config.run import RunConfig, may_change
 
-add_arguments = settings.add_arguments
+add_arguments = add_prefix
 
 # What an experiment does not say, because the same run may continue on other machines.
 MACHINES = ("gpus", "nodes", "ranks", "world_size", "cluster", "partition", "slurm", "num_gpus")
@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.prefix}: not part of an experiment; use --ranks of launcher local, "
             "--nodes of launcher submit, or a cluster file: see 'launcher settings'"
         )
-    return settings.show(RunConfig, arguments.prefix, resume_rule)
+    return show_settings(RunConfig, arguments.prefix, resume_rule)
 
 
 def resume_rule(name: str) -> str:

@@ -7,7 +7,6 @@ or by so many attempts of evidence against it, and says so.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from foundation.errors import UserError
-from launcher.commands import submit
+from launcher.commands.resume import resume
 from launcher.run_state import RunState, State, read_states
 from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import Snapshot, render
@@ -303,10 +302,9 @@ class SupervisorHistory(HistoryMachine):
     def _resume(self) -> None:
         live = [job for job in self.site.jobs if job.is_live]
         before, self.may_end = self.may_end, set()
-        arguments = argparse.Namespace(run=self.site.run_dir.path, from_step=None)
         try:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                submit.run_resume(arguments)
+                resume(self.site.run_dir.path)
         except (UserError, OSError):
             self.may_end |= before
             return

@@ -16,9 +16,9 @@ from foundation.errors import ConfigError, UserError
 from foundation.own_programs import copied_arguments
 from foundation.settings import load_config
 from launcher.cli import main
-from launcher.commands.submit import refuse_live_job
 from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import Snapshot, check_request, missing_notes, render, replaced_snapshot
+from launcher.slurm.submission import refuse_live_job
 from pretrain.config.cluster import NodeRange, load_cluster
 from pretrain.config.run import DataConfig, RunConfig
 from pretrain.rundir.events import Outcome, Submitted, TrainingEnded

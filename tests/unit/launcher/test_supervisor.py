@@ -18,7 +18,7 @@ from foundation.retry import Patience
 from launcher.restart_policy import RestartPolicy
 from launcher.run_state import read_state
 from launcher.stop_signals import StopSignals
-from launcher.supervisor import Ranks, supervise
+from launcher.supervisor import Ranks, Supervisor
 from pretrain.config.run import RunConfig
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.recovery.stop_requests import StopRequest
@@ -113,7 +113,7 @@ def test_a_supervisor_outlasts_a_full_disk_before_and_after_an_attempt(run_dir, 
     publish_step(run_dir.checkpoints, run_dir.config.optim.steps)
     fill_the_disk()
     try:
-        status = supervise(patient, start, RestartPolicy(), StopSignals())
+        status = Supervisor(patient, start, RestartPolicy(), StopSignals()).run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 0
@@ -162,7 +162,7 @@ def test_sigterm_ends_the_wait_for_a_full_disk(run_dir, caplog):
     caplog.set_level("INFO")
     stop = StopSignals()
     with full_disk(4096), run_dir.locked("launcher"), signal_when(stop, lambda: waits(caplog)):
-        status = supervise(patient(run_dir, stop), pytest.fail, RestartPolicy(), stop)
+        status = Supervisor(patient(run_dir, stop), pytest.fail, RestartPolicy(), stop).run()
     assert status == EXIT_STOPPED
     assert f"{run_dir.path}: " in caplog.text
     # the ledger's few bytes still fit
@@ -179,7 +179,7 @@ def test_a_stop_that_no_ledger_can_take_is_in_the_log(run_dir, caplog):
     run_dir.ledger.path.write_bytes(run_dir.ledger.path.read_bytes() + b" " * 4096 + b"\n")
     signaled = signal_when(stop, lambda: waits(caplog))
     with contextlib.ExitStack() as fill, run_dir.locked("launcher"), signaled:
-        status = supervise(patient(run_dir, stop), start, RestartPolicy(), stop)
+        status = Supervisor(patient(run_dir, stop), start, RestartPolicy(), stop).run()
     assert status == EXIT_STOPPED
     unwritten = [each for each in caplog.messages if each.startswith("not in the ledger")]
     assert len(unwritten) == 2
@@ -189,13 +189,13 @@ def test_a_stop_that_no_ledger_can_take_is_in_the_log(run_dir, caplog):
 
 def test_a_run_whose_last_step_is_not_saved_is_not_finished(run_dir):
     policy = RestartPolicy(attempts_without_progress=2, first_delay=0.0)
-    status = supervise(run_dir, starter(["true"], 1, run_dir), policy, StopSignals())
+    status = Supervisor(run_dir, starter(["true"], 1, run_dir), policy, StopSignals()).run()
     assert status == 2
     ended = events_of(run_dir.ledger.read(), AttemptEnded)
     assert [each.next for each in ended] == [NextAction.RETRY, NextAction.GIVE_UP]
     assert {each.reason for each in ended} == {AttemptReason.UNSAVED}
     publish_step(run_dir.checkpoints, run_dir.config.optim.steps)
-    assert supervise(run_dir, starter(["true"], 1, run_dir), policy, StopSignals()) == 0
+    assert Supervisor(run_dir, starter(["true"], 1, run_dir), policy, StopSignals()).run() == 0
 
 
 @pytest.mark.parametrize(("command", "lost_at"), [("sleep", 1), ("false", 2)])
@@ -208,7 +208,7 @@ def test_a_job_without_its_nodes_starts_no_attempt_and_counts_none(run_dir, comm
         return len(asked) < lost_at
 
     starts, more = starter([command, "0"], 1, run_dir), {"job": "17", "is_allocated": is_allocated}
-    status = supervise(run_dir, starts, RestartPolicy(), StopSignals(), **more)
+    status = Supervisor(run_dir, starts, RestartPolicy(), StopSignals(), **more).run()
     assert status == EXIT_STOPPED
     assert asked == [0, 1][:lost_at]
     assert not events_of(run_dir.ledger.read(), AttemptEnded)
@@ -220,7 +220,7 @@ def test_ctrl_c_while_a_failed_run_waits_for_its_next_attempt_is_a_stop(run_dir,
     stop = StopSignals()
     fails = starter([sys.executable, "-I", "-S", "-c", "raise SystemExit(1)"], 1, run_dir)
     threading.Thread(target=stop_at_the_first_failure, args=(run_dir, stop)).start()
-    status = supervise(run_dir, fails, RestartPolicy(first_delay=60.0), stop, job=job)
+    status = Supervisor(run_dir, fails, RestartPolicy(first_delay=60.0), stop, job=job).run()
     assert status == EXIT_STOPPED
     assert "nothing" in caplog.messages[-1]
     if job is None:
@@ -234,7 +234,7 @@ def test_ctrl_c_before_the_ranks_are_up_promises_no_checkpoint(tmp_path, caplog)
     stop, new = StopSignals(), RunDir(tmp_path / "new")
     stop.requests = 1
     sleeps = starter(["sleep", "60"], 1, new)
-    assert supervise(new, sleeps, RestartPolicy(), stop) == EXIT_STOPPED
+    assert Supervisor(new, sleeps, RestartPolicy(), stop).run() == EXIT_STOPPED
     assert "nothing" in caplog.messages[-1]
 
 
@@ -259,7 +259,7 @@ def test_another_sigterm_reaches_ranks_that_wait_for_storage_and_kills_none(run_
         return lambda: seen.exists() and seen.read_text() == count
 
     with signal_when(stop, has_got("0"), has_got("1")):
-        supervise(run_dir, waits, RestartPolicy(), stop)
+        Supervisor(run_dir, waits, RestartPolicy(), stop).run()
     (ended,) = events_of(run_dir.ledger.read(), AttemptEnded)
     assert (ended.statuses, ended.reason) == ((75,), AttemptReason.STOP_REQUESTED)
 

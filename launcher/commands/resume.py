@@ -1,0 +1,57 @@
+"""`launcher resume`: continues a run the way it was started, in a new job or on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from foundation.errors import ConfigError
+from launcher.local_run import train_here
+from launcher.run_state import read_states
+from launcher.slurm.sbatch import Snapshot
+from launcher.slurm.submission import submit_again
+from pretrain.checkpoint.facts import add_from_step
+from pretrain.rundir.events import Submitted
+from pretrain.rundir.ledger import last_of
+from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, run_path
+from pretrain.terminal.log import set_up_logging
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line of `launcher resume`."""
+    parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
+    add_from_step(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Return 0 when its job is in the queue, or when the run has finished on this machine."""
+    return resume(arguments.run, arguments.from_step)
+
+
+def resume(path: Path, from_step: int | None = None) -> int:
+    """Continue the run in this directory, from this step if one is given."""
+    (state,) = read_states([path])
+    if state.is_done and from_step is None:
+        raise ConfigError(
+            f"{path} is done after step {state.step:,}; to train further, start it again with more "
+            "optim.steps"
+        )
+    refuse_foreign_run(path)
+    if state.is_active:
+        raise ConfigError(f"nothing to resume: {path} is {state.description}")
+    before, script = last_of(RunDir(path).ledger.read(), Submitted), Snapshot(path).script
+    if before and "_" in before.job:
+        raise ConfigError(f"{path} is a cell of a sweep; 'launcher sweep submit' starts it again")
+    if script.is_file():
+        path = path.resolve()
+        submitted = submit_again(RunDir(path), before, from_step)
+        print(f"job {submitted.job} ({submitted.job_name}) continues {path}")
+        print(f"Status: launcher status {path}")
+        return 0
+    if state.job is not None:
+        raise ConfigError(
+            f"{path} was a Slurm job, and its {script} is gone; submit it again with 'launcher "
+            "submit', or train here with 'launcher local'"
+        )
+    set_up_logging("supervisor")
+    return train_here(path / "config.yaml", path, state.ranks or 1, from_step=from_step)

@@ -1,0 +1,87 @@
+"""How the job of a run gets into Slurm's queue: once, also if an answer of Slurm is lost."""
+
+from __future__ import annotations
+
+from foundation.errors import ConfigError
+from foundation.files import make_directory, read_text
+from launcher.slurm.client import Slurm
+from launcher.slurm.sbatch import (
+    Job,
+    Snapshot,
+    check_references,
+    check_request,
+    is_script_of,
+    own_work_dirs,
+    render,
+    replaced_snapshot,
+)
+from pretrain.config.cluster import load_cluster
+from pretrain.config.run import RunConfig
+from pretrain.rundir.events import Submitted
+from pretrain.rundir.ledger import last_of
+from pretrain.rundir.run_dir import RunDir
+
+
+def submit(job: Job, config: RunConfig, from_step: int | None = None) -> str:
+    """Save what the job runs, submit it once, record it in the ledger; return the job's id."""
+    run_dir, script, slurm = RunDir(job.run_dir), render(job), Slurm()
+    check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
+    existed = run_dir.path.exists()
+    try:
+        with run_dir.locked("submit"):
+            refuse_live_job(slurm, run_dir)
+            with replaced_snapshot(run_dir) as snapshot:
+                snapshot.take_settings(config, job.cluster)
+                snapshot.take_code(script)
+                submitted = _submitted(slurm, run_dir, job.name, from_step)
+            run_dir.ledger.append(submitted)
+            return submitted.job
+    except ConfigError:
+        if not existed:
+            run_dir.remove_unused()
+        raise
+
+
+def _submitted(slurm: Slurm, run_dir: RunDir, name: str, from_step: int | None) -> Submitted:
+    """Return the event of the run's job, which is in the queue now."""
+    snapshot = Snapshot(run_dir.path)
+    if from_step is not None:
+        run_dir.ask_to_resume_from(from_step)
+    number, work_dir = slurm.submit(snapshot.script, str(snapshot.code))
+    return Submitted(job=number, job_name=name, work_dir=work_dir)
+
+
+def refuse_live_job(slurm: Slurm, run_dir: RunDir) -> None:
+    """Raise ConfigError while a job, which may just be ending, has the run: one that works in its
+    code, or the last one submitted, which the site may have moved to another directory."""
+    ledger = run_dir.ledger.read()
+    last, own = last_of(ledger, Submitted), own_work_dirs(run_dir.path, ledger)
+    live = slurm.live_jobs(own[0])
+    live += [job for job in slurm.jobs([last.job] if last else []) if job.is_live]
+    for job in live:
+        if job.work_dir in own:
+            raise ConfigError(
+                f"job {job.id} ({job.state.lower()}) has the run {run_dir.path} already; "
+                f"wait for it, or end it: launcher cancel {run_dir.path}"
+            )
+
+
+def submit_again(run_dir: RunDir, before: Submitted | None, from_step: int | None) -> Submitted:
+    """Submit the script again, with the code that was saved when the run was first submitted."""
+    if before is None:
+        raise ConfigError(f"{run_dir.path} was never submitted; use 'launcher submit'")
+    script = Snapshot(run_dir.path).script
+    if not is_script_of(read_text(script), run_dir.path):
+        raise ConfigError(
+            f"{script} was written for another run directory, so this one was moved or copied; "
+            "submit it again: launcher submit EXPERIMENT --cluster CLUSTER "
+            f"--run-dir {run_dir.path}"
+        )
+    check_references(load_cluster(Snapshot(run_dir.path).cluster))
+    slurm = Slurm()
+    with run_dir.locked("submit"):
+        refuse_live_job(slurm, run_dir)
+        make_directory(run_dir.logs)  # Slurm starts no job that cannot write its log
+        submitted = _submitted(slurm, run_dir, before.job_name, from_step)
+        run_dir.ledger.append(submitted)
+    return submitted
