@@ -56,7 +56,7 @@ def answer_rounds(out: Path, silent: set[int]) -> threading.Thread:
 
 
 def test_a_node_that_falls_silent_is_left_out_of_the_next_rounds(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "_ROUND_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "_ROUND_SECONDS", 5.0)  # of the round with n2
     ranks = [found(rank, f"n{rank // 2}") for rank in range(8)]
     thread = answer_rounds(tmp_path, silent={5})
     pairs = pair_up(tmp_path, ranks, lambda: True)
