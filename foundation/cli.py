@@ -220,6 +220,32 @@ def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
                 raise ConfigError(f"--{name.replace('_', '-')}={each} must be {least} or more")
 
 
+def check_output_file(option: str, path: Path | None, example: str) -> None:
+    """Raise ConfigError unless a file can be written at `path`."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a directory; name a file, such as {path / example}")
+    _check_parents(option, path)
+
+
+def check_output_directory(option: str, path: Path) -> None:
+    """Raise ConfigError unless `path` is a directory or can become one."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(
+            f"{option} {path} is a file; name a directory, since several files are written"
+        )
+    _check_parents(option, path)
+
+
+def _check_parents(option: str, path: Path) -> None:
+    nearest = next((parent for parent in path.parents if parent.exists()), None)
+    if nearest is not None and not nearest.is_dir():
+        raise ConfigError(
+            f"{option} {path}: {nearest} is a file, not a directory; choose another path"
+        )
+
+
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
 # What a resume may do with a setting, by its name; empty for settings that no run has.
 ResumeRule = Callable[[str], str]

@@ -21,8 +21,8 @@ from benchmarks.gpu.steps import ROOT
 from benchmarks.texts import standard_library, write_jsonl
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.manifest import MANIFEST_NAME
+from foundation.cli import check_output_directory
 from foundation.errors import UserError
-from pretrain.commands.output_paths import check_output_directory
 
 WHEELS, CORPUS, SITE = "wheels", "corpus", "site"
 # DeepSpeed has no wheel of its own, and its others are usually there.

@@ -18,8 +18,8 @@ from benchmarks.gpu.processes import last_line, prepare, run_process
 from benchmarks.gpu.steps import ROOT, Step, known_steps, selected
 from benchmarks.measure import markdown_table
 from benchmarks.peers import NVIDIA, checkouts_of
+from foundation.cli import check_output_directory
 from foundation.errors import ConfigError, UserError
-from pretrain.commands.output_paths import check_output_directory
 
 COMMITTED = ROOT / "benchmarks" / "gpu" / "results.jsonl"
 # One rank talks to nobody; without this it would look for the address of its own name.

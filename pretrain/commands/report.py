@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from foundation.cli import Answer, add_json
-from pretrain.commands.output_paths import check_output_directory
+from foundation.cli import Answer, add_json, check_output_directory
 from pretrain.reporting.run_history import read_histories
 from pretrain.reporting.run_page import write_comparison, write_report
 from pretrain.rundir.run_dir import run_path

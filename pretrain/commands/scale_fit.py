@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from foundation.cli import Answer, add_json
+from foundation.cli import Answer, add_json, check_output_directory, check_output_file
 from foundation.errors import ConfigError, DataError
 from foundation.files import (
     YAML_SUFFIXES,
@@ -20,7 +20,6 @@ from foundation.files import (
 )
 from foundation.settings import load_config, to_tree
 from foundation.yaml_files import dump_yaml
-from pretrain.commands.output_paths import check_output_directory, check_output_file
 from pretrain.commands.scale import (
     add_family,
     add_question,

@@ -16,7 +16,6 @@ from foundation.errors import ConfigError
 from foundation.settings import amount_of, load_config, size_of
 from foundation.yaml_files import find_config, read_tree
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
-from pretrain.commands.output_paths import check_sweep_output
 from pretrain.commands.scale import add_family, check_amount, rule_name, rule_of
 from pretrain.comparisons.comparison import plan_members, read_comparison
 from pretrain.config.resolve import with_vocabulary
@@ -56,7 +55,7 @@ from pretrain.scaling.recipe import (
     with_budget,
     with_steps,
 )
-from pretrain.sweeps.sweep_file import Kind, sweep_path, write_sweep
+from pretrain.sweeps.sweep_file import Kind, check_sweep_output, sweep_path, write_sweep
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 PFLOPS_DAY = 86400e15

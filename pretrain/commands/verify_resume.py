@@ -18,11 +18,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.cli import add_experiment, check_least
+from foundation.cli import add_experiment, check_least, check_output_directory
 from foundation.errors import ConfigError, UserError
 from foundation.settings import load_config
 from pretrain.checkpoint.verify import latest_step
-from pretrain.commands.output_paths import check_output_directory
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, train_command
@@ -84,12 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.work_dir is None:
             shutil.rmtree(work, ignore_errors=True)
     if problems:
-        from pretrain.commands.same_run import summary
+        from pretrain.rundir.compare_runs import difference_lines
 
-        print(f"different: {len(problems)} differences\n{summary(problems)}")
+        print(f"different: {len(problems)} differences\n{difference_lines(problems)}")
         return EXIT_DIFFERENT
     if _is_elastic(arguments):
-        from pretrain.commands.same_run import STATE_TOLERANCE
+        from pretrain.rundir.compare_runs import STATE_TOLERANCE
 
         print(
             f"agree: {arguments.steps} losses to {ELASTIC_TOLERANCE:g}; weights, moments, averages "
@@ -108,7 +107,7 @@ def train_and_compare(
     arguments: argparse.Namespace, settings: Sequence[str], work: Path
 ) -> list[str]:
     """Return how the runs differ."""
-    from pretrain.commands.same_run import differences
+    from pretrain.rundir.compare_runs import run_differences
 
     uninterrupted, killed = RunDir(work / "uninterrupted"), RunDir(work / "killed")
     for run_dir in (uninterrupted, killed):
@@ -125,7 +124,7 @@ def train_and_compare(
     zero = [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
     train([*settings, *zero], killed, _resume_ranks(arguments))
     tolerance = ELASTIC_TOLERANCE if _is_elastic(arguments) else None
-    return differences(uninterrupted, killed, arguments.steps, tolerance)
+    return run_differences(uninterrupted, killed, arguments.steps, tolerance)
 
 
 def train_ranks(

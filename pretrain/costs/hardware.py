@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from foundation.errors import ConfigError
-from pretrain.config.cluster import ClusterConfig
+from pretrain.config.cluster import MOST_RANKS, ClusterConfig, fixed_nodes, load_cluster
 from pretrain.config.devices import DEVICES, Device
 
 GIB = 1 << 30
@@ -67,3 +68,36 @@ class Hardware:
         if not 0 < given <= 1:
             raise ConfigError(f"--mfu={given} must be above 0 and at most 1")
         return given
+
+
+def chosen_hardware(
+    *,
+    cluster: Path | None,
+    nodes: str,
+    ranks_per_node: int | None,
+    gpu: str | None,
+    memory: float,
+    flops: float,
+) -> Hardware:
+    """Return the hardware of a cluster file, where one is given, but for what else is given."""
+    num_nodes, node = fixed_nodes(nodes).least, None
+    if ranks_per_node is not None and not 1 <= ranks_per_node <= MOST_RANKS:
+        raise ConfigError(f"--gpus-per-node={ranks_per_node} must be from 1 to {MOST_RANKS:,}")
+    if cluster is not None:
+        node = load_cluster(cluster)
+        if node.num_gpus and not (gpu or node.gpu_model):
+            raise ConfigError(
+                f"{cluster}: found no gpu, expected one of "
+                f"{', '.join(name for name in DEVICES if name != 'cpu')}; set it, or use --gpu"
+            )
+        ranks_per_node, gpu = ranks_per_node or node.tasks_per_node, gpu or node.gpu_model
+    if (memory or flops) and not gpu:
+        raise ConfigError("--gpu-memory and --gpu-flops are of a GPU; add --gpu, or --cluster FILE")
+    return Hardware(
+        nodes=num_nodes,
+        ranks_per_node=ranks_per_node or 1,
+        name=gpu or "cpu",
+        node=node,
+        memory=memory or (node.gpu_memory if node else 0.0),
+        flops=flops or (node.gpu_flops if node else 0.0),
+    )

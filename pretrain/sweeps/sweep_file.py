@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from foundation.cli import check_output_file
 from foundation.errors import ConfigError
 from foundation.files import YAML_SUFFIXES, make_directory, write_text
 from foundation.records import json_text
@@ -116,6 +117,24 @@ def write_sweep(path: Path, sweep: Sweep) -> None:
         "# A sweep: cells to run, each an experiment file and overrides. Format: docs/scaling.md.\n"
     )
     write_text(path, header + dump_yaml(to_tree(sweep)))
+
+
+def check_sweep_output(path: Path, name: str) -> None:
+    """Raise ConfigError unless a sweep of this name can be written there, in place of none or one.
+
+    An experiment or any other file of the user is not replaced.
+    """
+    require_name("--name", name)
+    check_output_file("--output", path, f"{name}.yaml")
+    if path.exists() and not _is_planned_sweep(path):
+        raise ConfigError(f"--output {path} exists and is no planned sweep; choose another path")
+
+
+def _is_planned_sweep(path: Path) -> bool:
+    try:
+        return "cells" in read_tree(path)
+    except ConfigError:
+        return False
 
 
 def check_overrides(name: str, value: Any) -> None:

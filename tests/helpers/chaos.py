@@ -30,7 +30,7 @@ from pathlib import Path
 
 from pretrain.checkpoint import directory as files
 from pretrain.cli import main
-from pretrain.commands.same_run import differences, summary
+from pretrain.rundir.compare_runs import difference_lines, run_differences
 from pretrain.rundir.heartbeat import read_heartbeats
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
@@ -228,7 +228,7 @@ def differing_runs(left: RunDir, right: RunDir, step: int) -> list[str]:
         for run in (left, right)
     ]
     same = evaluations[0] == evaluations[1]
-    return differences(left, right, step) + ([] if same else ["evaluations differ"])
+    return run_differences(left, right, step) + ([] if same else ["evaluations differ"])
 
 
 def run(arguments: list[str] | None = None) -> int:
@@ -254,7 +254,7 @@ def run(arguments: list[str] | None = None) -> int:
     print(f"{len(kills)} kills, {time.monotonic() - started:.0f} s in total: {phases}")
     problems = differing_runs(uninterrupted, killed, steps)
     same = f"identical: {steps} losses, evaluations, final state"
-    print(f"different:\n{summary(problems)}" if problems else same)
+    print(f"different:\n{difference_lines(problems)}" if problems else same)
     return 1 if problems else 0
 
 

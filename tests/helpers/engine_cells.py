@@ -15,7 +15,7 @@ import pytest
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.verify import verify
-from pretrain.commands.same_run import differing_state, summary
+from pretrain.rundir.compare_runs import difference_lines, differing_state
 from tests.helpers.engine_worker import train_rank
 from tests.helpers.forked_ranks import run_ranks
 
@@ -95,7 +95,7 @@ def assert_resumed_bitwise(results: Results, output: Path, name: str) -> None:
     last = max(resumed["losses"])
     assert last == max(whole["losses"])
     problems = differing_state(*(saved(output, each, last) for each in (name, f"{name}-resumed")))
-    assert not problems, summary(problems)
+    assert not problems, difference_lines(problems)
 
 
 def assert_layers_agree(found: dict[str, Steps], plain: dict[str, Steps], rtol: float) -> None:

@@ -14,7 +14,7 @@ import torch
 from pretrain.checkpoint.directory import MARKER, steps_on_disk
 from pretrain.checkpoint.verify import latest_step, steps_that_count, verify
 from pretrain.cli import main
-from pretrain.commands.same_run import differences
+from pretrain.rundir.compare_runs import run_differences
 from pretrain.rundir.events import EXIT_SITE_FAILED, OutOfMemory, TrainingBegan
 from pretrain.rundir.ledger import events_of, is_finished
 from pretrain.rundir.lock import VARIABLE, Fence
@@ -172,7 +172,7 @@ def resumed(output: Path, name: str) -> list[tuple[int, bool]]:
 
 
 def assert_bitwise(output: Path, name: str) -> None:
-    assert differences(RunDir(output / "uninterrupted"), RunDir(output / name), STEPS) == []
+    assert run_differences(RunDir(output / "uninterrupted"), RunDir(output / name), STEPS) == []
 
 
 @pytest.mark.slow

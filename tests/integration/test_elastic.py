@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.load import FragmentReader, load_memory
-from pretrain.commands.same_run import STATE_TOLERANCE, differing_progress, differing_values
+from pretrain.rundir.compare_runs import STATE_TOLERANCE, differing_progress, differing_values
 from tests.helpers.engine_cells import (
     engine_settings,
     findings_of,

@@ -10,9 +10,9 @@ import pytest
 from data_pipeline.config import MixturePart
 from foundation.errors import DataError
 from pretrain.cli import main
-from pretrain.commands.same_run import differing_losses
 from pretrain.config.evaluation_sets import check_same_sets, evaluation_sets
 from pretrain.config.run import DataConfig, EvaluationConfig, RunConfig
+from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from launcher.cli import main
 from launcher.run_state import read_state
 from pretrain.cli import main as pretrain
-from pretrain.commands.same_run import differing_losses
 from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import EXIT_STOPPED, AttemptEnded, OutOfMemory
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir

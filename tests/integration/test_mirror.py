@@ -13,8 +13,8 @@ from launcher.cli import main as launcher
 from launcher.run_state import read_state
 from pretrain.checkpoint import mirror
 from pretrain.cli import main as pretrain
-from pretrain.commands.same_run import differing_losses
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import Mirrored, Restored, TrainingBegan
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir

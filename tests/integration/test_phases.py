@@ -17,13 +17,13 @@ from data_pipeline.lanes.mixture import Mixture
 from foundation.settings import load_config
 from pretrain.checkpoint.verify import verify
 from pretrain.cli import main
-from pretrain.commands.same_run import differing_losses
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.model.memory import Memory
 from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
+from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir

@@ -16,8 +16,8 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.remote_corpus import GIB
 from foundation import files
 from pretrain.cli import main as pretrain
-from pretrain.commands.same_run import differing_losses
 from pretrain.recovery.faults import VARIABLE
+from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import TrainingEnded
 from pretrain.rundir.ledger import events_of
 from pretrain.rundir.run_dir import RunDir

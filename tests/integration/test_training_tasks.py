@@ -11,8 +11,8 @@ import pytest
 from foundation.errors import ConfigError
 from foundation.settings import load_config
 from pretrain.cli import main
-from pretrain.commands.same_run import differences
 from pretrain.config.run import RunConfig
+from pretrain.rundir.compare_runs import run_differences
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import some_texts
 from tests.helpers.forked_ranks import run_ranks
@@ -94,7 +94,7 @@ def test_training_is_bitwise_the_same_with_and_without_tasks(experiment, trained
     without = RunDir(tmp_path / "run")
     assert train(experiment, without, "evaluation.tasks=[]") == 0
     assert not any(tasks_of(without).values())
-    problems = differences(trained, without, STEPS)
+    problems = run_differences(trained, without, STEPS)
     assert not problems, "losses, weights, moments, memories and random numbers"
 
 

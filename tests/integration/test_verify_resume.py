@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.cli import main
-from pretrain.commands import same_run
-from pretrain.commands.same_run import differing_losses
+from pretrain.rundir import compare_runs
+from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.metrics import train_line
 from tests.integration.test_checkpoint_failures import SETTINGS
@@ -31,8 +31,8 @@ def test_a_run_resumes_with_more_ranks_within_rounding(tiny_corpus, tmp_path, ca
     assert re.search(r"checkpoint \S+ step 3\b", said)
     assert re.search("agree: 6 .* 1e-05", said)
     runs = [RunDir(tmp_path / "work" / name) for name in ("uninterrupted", "killed")]
-    monkeypatch.setattr(same_run, "STATE_TOLERANCE", 1e-12)
-    problems = "\n".join(same_run.differences(*runs, step=6, tolerance=1e-5))
+    monkeypatch.setattr(compare_runs, "STATE_TOLERANCE", 1e-12)
+    problems = "\n".join(compare_runs.run_differences(*runs, step=6, tolerance=1e-5))
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         assert f" ({kind}): " in problems, "rounding, if nothing else"
 

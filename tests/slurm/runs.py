@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pretrain.checkpoint.directory import steps_on_disk
-from pretrain.commands.same_run import differing_losses, summary
 from pretrain.rundir.attempt_files import ATTEMPT_FILES
+from pretrain.rundir.compare_runs import difference_lines, differing_losses
 from pretrain.rundir.events import (
     AttemptEnded,
     Event,
@@ -178,7 +178,7 @@ class SlurmRun:
         steps = [line["step"] for line in self.dir.read_metrics() if line["kind"] == "train"]
         assert steps == list(range(1, STEPS + 1))
         problems = differing_losses(other.dir, self.dir)
-        assert not problems, summary(problems)
+        assert not problems, difference_lines(problems)
 
     def _published(self) -> list[int]:
         return steps_on_disk(self.dir.checkpoints)

@@ -10,7 +10,6 @@ import pytest
 
 from foundation.settings import load_config
 from pretrain.cli import main
-from pretrain.commands.new import TrainingText, as_file, new_experiment
 from pretrain.config.cluster import load_cluster
 from pretrain.config.run import (
     DataConfig,
@@ -25,6 +24,7 @@ from pretrain.costs.flops import cost_of, flops_of
 from pretrain.costs.run_time import evaluation_flops, run_time
 from pretrain.kernels import delta_rule
 from pretrain.rundir.run_dir import RunDir
+from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 

@@ -1,4 +1,4 @@
-"""Whether two runs are the same: losses and state, bitwise or within rounding.
+"""Compare two runs: losses and state, bitwise or within rounding.
 
 Within rounding is for runs whose numbers of ranks or ZeRO stages differ: the length of the
 difference of two tensors may be a fraction of their length. Each function returns a line per
@@ -25,7 +25,7 @@ STATE_TOLERANCE = 1e-4  # weights, moments, EMA and memories, in fp32; about 1e-
 COUNTERS = ("step", "tokens_seen", "optimizer_steps", "loss_scale")
 
 
-def differences(
+def run_differences(
     left: RunDir, right: RunDir, step: int, tolerance: float | None = None
 ) -> list[str]:
     """Where losses or the checkpoints of `step` differ.
@@ -98,7 +98,7 @@ def differing_state(left: Checkpoint, right: Checkpoint) -> list[str]:
     return problems
 
 
-def summary(problems: list[str]) -> str:
+def difference_lines(problems: list[str]) -> str:
     """The first few problems and how many more there are."""
     shown = "\n".join(f"  {problem}" for problem in problems[:MAX_SHOWN])
     more = len(problems) - MAX_SHOWN

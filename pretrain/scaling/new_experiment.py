@@ -1,0 +1,224 @@
+"""A new experiment for a corpus: settings that run as they are, as a commented file.
+
+Shape, batch and learning rate start from the shipped model of the nearest size
+(configs/models/xl_modern_*.yaml). A small corpus gets fewer lanes and shorter segments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.lanes.lane_plan import comfortable_lanes
+from foundation.errors import ConfigError
+from foundation.records import json_text
+from foundation.settings import load_config, parse_config, to_tree
+from foundation.yaml_files import SHIPPED, dump_yaml, merge, parse_override
+from pretrain.config.engine import EngineConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import EvaluationConfig, RunConfig
+from pretrain.costs.flops import cost_of
+from pretrain.costs.run_time import run_time
+from pretrain.scaling.law import amount
+from pretrain.scaling.recipe import Family, power_of_two, with_steps
+
+_FAMILY = {1e7: "10m", 3e7: "30m", 1e8: "100m", 3e8: "300m", 1e9: "1b", 3e9: "3b", 7e9: "7b"}
+# Below these, heads are half and a quarter as wide and not grouped: shapes come in finer steps.
+_SMALL, _TINY = 5e6, 1e6
+TOLERANCE = 0.5  # how far, as a logarithm, the model may be from the wanted size
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
+MOST_PASSES = 10  # over the corpus
+FEWEST_STEPS = 100
+HIGHEST_RATE = 3e-3
+PAPER_RATE = 2.5e-4  # of all published models; layers that normalize their sum need a low one
+EVALUATIONS, SAVES = 10, 20  # per run
+# Of a run's FLOPs for its evaluations: their few lanes take up to twice as long as FLOPs say.
+EVALUATED = 0.05
+_PARTS = ("positions", "norm", "norm_position", "feed_forward")  # unlike the paper's
+# What every file has -> its comment.
+_COMMENTS = {
+    "name": "",
+    "seed": "",
+    "model": "vocab_size is the corpus'",
+    "model.num_layers": "",
+    "model.d_model": "",
+    "model.num_heads": "",
+    "model.num_key_heads": "heads of keys and values; 0: as many",
+    "model.memory_length": "tokens remembered from earlier segments; 0: none",
+    **{f"model.{name}": "" for name in (*_PARTS, "query_key_norm", "z_loss")},
+    "data.path": "",
+    "data.lanes": "rows of a batch; the number of ranks must divide it",
+    "data.segment_length": "tokens of each lane in a step",
+    "optim.steps": "more may be added when resuming",
+    "optim.learning_rate": "tune it first: 'pretrain scale plan --rates'",
+    "optim.betas": "",
+    "optim.weight_decay": "",
+    "optim.clip_norm": "",
+    "optim.schedule.shape": "",
+    "optim.schedule.warmup_steps": "",
+    "optim.schedule.final_fraction": "of the learning rate, at the end",
+    "engine.zero_stage": "2 and 3 save memory on many ranks",
+    "engine.precision": "bf16 on GPUs",
+    "checkpoint.interval": "steps",
+    "evaluation.interval": "steps",
+    "evaluation.max_tokens": "so that evaluations take a tenth of the run at most",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingText:
+    """What an experiment depends on in a corpus."""
+
+    path: Path
+    tokens: int
+    longest_document: int
+    vocab_size: int
+
+
+def new_experiment(
+    name: str,
+    text: TrainingText,
+    parameters: float,
+    paper: bool = False,
+    steps: int = 0,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """Return a run of about that many parameters on the text; ConfigError if no shape is near.
+
+    `paper`: with the paper's parts instead of today's, and at most its learning rate. `steps`: that
+    many, instead of what parameters and text ask for. `overrides` hold in any case.
+    """
+    base = _base_of(parameters, text.vocab_size)
+    if paper:
+        base = _with_parts_of_the_paper(base)
+    base = _overridden(base, overrides)
+    given = {override.partition("=")[0] for override in overrides}
+    run = Family(base=base, keep_layers="model.num_layers" in given).nearest(parameters)
+    found = cost_of(run).parameters
+    if abs(math.log(found / parameters)) > TOLERANCE:
+        raise ConfigError(
+            f"--parameters={amount(parameters)}: with a vocabulary of {text.vocab_size:,} tokens "
+            f"the nearest model has {amount(found)}; ask for that many, or build the corpus with "
+            "another vocab_size"
+        )
+    lanes, segment = _batch(base, text)
+    wider = base.model.d_model / run.model.d_model
+    highest = PAPER_RATE if paper else HIGHEST_RATE
+    rate = min(highest, base.optim.learning_rate * math.sqrt(max(1.0, wider)))
+    run = replace(
+        run,
+        name=name,
+        model=replace(run.model, d_head=0, memory_length=min(base.model.longest_memory, segment)),
+        data=replace(base.data, path=text.path, lanes=lanes, segment_length=segment),
+        optim=replace(run.optim, learning_rate=float(f"{rate:.2g}")),
+        engine=EngineConfig(),
+    )
+    tokens = min(TOKENS_PER_PARAMETER * found, MOST_PASSES * text.tokens)
+    steps = steps or max(FEWEST_STEPS, round(tokens / (lanes * segment)))
+    run = with_steps(run, steps)
+    run = replace(
+        run,
+        checkpoint=replace(run.checkpoint, interval=max(1, steps // SAVES)),
+        evaluation=EvaluationConfig(interval=max(1, steps // EVALUATIONS)),
+    )
+    time = run_time(run, 1, 1.0)
+    if time.evaluation and time.tokens and time.evaluation > EVALUATED * time.training:
+        most = int(time.tokens * EVALUATED * time.training / time.evaluation)
+        run = replace(run, evaluation=replace(run.evaluation, max_tokens=max(segment, most)))
+    return _overridden(run, overrides)
+
+
+def _overridden(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return the run with these settings; a pattern of layers is repeated as often as fits."""
+    tree, given = to_tree(run), {}
+    for override in overrides:
+        merge(given, parse_override(override))
+    merge(tree, given)
+    if (kinds := tree["model"]["layer_kinds"]) and "num_layers" not in given["model"]:
+        tree["model"]["num_layers"] = len(kinds) * max(1, round(run.model.num_layers / len(kinds)))
+    return parse_config(RunConfig, tree, "command line")
+
+
+def _base_of(parameters: float, vocab_size: int) -> RunConfig:
+    """Return the shipped experiment of the nearest size, with this vocabulary."""
+    size = min(_FAMILY, key=lambda size: abs(math.log(size / parameters)))
+    base = load_config(RunConfig, SHIPPED / "models" / f"xl_modern_{_FAMILY[size]}.yaml")
+    finer = 4 if parameters < _TINY else 2 if parameters < _SMALL else 1
+    model = replace(
+        base.model,
+        vocab_size=vocab_size,
+        num_heads=finer * base.model.num_heads,
+        num_key_heads=base.model.num_key_heads if finer == 1 else 0,
+    )
+    return replace(base, model=model)
+
+
+def _with_parts_of_the_paper(base: RunConfig) -> RunConfig:
+    """Return the run with the paper's parts, which are the defaults of the settings."""
+    paper = ModelConfig()
+    model = replace(
+        base.model,
+        positions=paper.positions,
+        norm=paper.norm,
+        norm_position=paper.norm_position,
+        feed_forward=paper.feed_forward,
+        query_key_norm=paper.query_key_norm,
+        num_key_heads=paper.num_key_heads,
+        z_loss=paper.z_loss,
+    )
+    return replace(base, model=model)
+
+
+def _batch(base: RunConfig, text: TrainingText) -> tuple[int, int]:
+    """Return lanes and segment length, powers of two that the corpus can fill."""
+    possible = comfortable_lanes(text.tokens, text.longest_document)
+    lanes = power_of_two(min(base.data.lanes, possible))
+    return lanes, power_of_two(min(base.data.segment_length, text.tokens // lanes))
+
+
+def as_file(run: RunConfig, file: Path, text: TrainingText, overrides: Sequence[str] = ()) -> str:
+    """Return the run as a commented experiment file, from which `load_config` reads the same."""
+    names = [name for name in _COMMENTS if name != "model"]
+    names += ["model.d_inner"] if run.model.d_inner else []
+    names += [override.partition("=")[0] for override in overrides]
+    tree, shown = to_tree(run), {}
+    for name in names:
+        *sections, key = name.split(".")
+        value, into = tree, shown
+        for section in sections:
+            value, into = value[section], into.setdefault(section, {})
+        into[key] = value[key]
+    paper, comments = to_tree(ModelConfig()), dict(_COMMENTS)  # whose defaults are the paper's
+    for name in _PARTS:
+        if tree["model"][name] != paper[name]:
+            comments[f"model.{name}"] = f"the paper's: {paper[name]}"
+    trial, tokens = max(1, run.optim.steps // 10), run.optim.steps * run.tokens_per_step
+    return f"""\
+# {amount(cost_of(run).parameters)} parameters on {text.tokens:,} tokens, written by 'pretrain new'.
+# {amount(tokens)} tokens are read, {run.tokens_per_step:,} in a step.
+# What each setting means, and all others: docs/settings.md, or 'pretrain settings optim'.
+#   pretrain describe {file}                       memory, FLOPs and time before it starts
+#   launcher local {file} --ranks 2                train on this machine; the same resumes
+#   launcher submit {file} --cluster CLUSTER.yaml  on Slurm; 'launcher new-cluster' writes one
+# A shorter run: optim.steps={trial} optim.schedule.warmup_steps={max(1, trial // 20)}
+# 'new' and 'new --paper' start from different rates; for a fair comparison tune both.
+""" + "\n".join([*_lines(shown, comments), ""])
+
+
+def _lines(
+    tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "", indent: str = ""
+) -> Iterator[str]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        comment = f"  # {comments[name]}" if comments.get(name) else ""
+        if value and isinstance(value, Mapping):
+            yield f"{indent}{key}:{comment}"
+            yield from _lines(value, comments, f"{name}.", f"{indent}  ")
+            continue
+        shown = json_text(value, ensure_ascii=False)
+        if isinstance(value, str) and not any(map(str.isspace, value)):
+            shown = dump_yaml(value).splitlines()[0]  # without quotes, where it needs none
+        yield f"{indent}{key}: {shown}{comment}"
