@@ -13,7 +13,8 @@ from launcher.supervisor import Supervisor, is_done_already
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, train_command
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_run
+from pretrain.rundir.ownership import refuse_foreign_run
+from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 
 _log = logging.getLogger(__name__)

@@ -11,20 +11,22 @@ from enum import Enum
 from foundation.cli import check_least
 from foundation.errors import EXIT_NODE_UNUSABLE
 from pretrain.rundir.events import (
-    EXIT_OUT_OF_MEMORY,
-    EXIT_SITE_FAILED,
-    EXIT_STOPPED,
-    EXPLAINED,
-    NEVER_STARTED,
     AttemptEnded,
     AttemptReason,
     Event,
     JobEndReason,
     NextAction,
     TrainingBegan,
+)
+from pretrain.rundir.exit_statuses import (
+    EXIT_OUT_OF_MEMORY,
+    EXIT_SITE_FAILED,
+    EXIT_STOPPED,
+    EXPLAINED,
+    NEVER_STARTED,
     ended_by_watchdog,
 )
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +136,8 @@ def decide(
 def are_all_unusable(ledger: Sequence[Event]) -> bool:
     """Whether a rank's word that its node is unusable ends the run: it has never trained, and the
     attempts before ended so, too, so that another node would hardly do."""
-    ends = events_of(ledger, AttemptEnded)[1 - _UNUSABLE_NODES :]
-    has_trained = bool(events_of(ledger, TrainingBegan))
+    ends = find_events(ledger, AttemptEnded)[1 - _UNUSABLE_NODES :]
+    has_trained = bool(find_events(ledger, TrainingBegan))
     reasons = [end.reason for end in ends]
     return not has_trained and reasons == [AttemptReason.NODE_UNUSABLE] * (_UNUSABLE_NODES - 1)
 

@@ -45,13 +45,13 @@ from pretrain.rundir.events import (
     UnresolvedSpike,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
-from pretrain.rundir.ledger import (
+from pretrain.rundir.history import (
     began_in,
-    events_of,
+    find_events,
     interruptions,
     is_finished,
     is_stopped,
-    last_of,
+    last_event,
     last_stored,
     num_attempts,
     time_spent,
@@ -146,7 +146,7 @@ class Evidence:
     def time_spent(self, is_running: bool) -> TimeSpent | None:
         """What the run's time went into; None before the first step."""
         end = self.clock if is_running else self.last_seen
-        turn = last_of(self.ledger, TrainingBegan, AttemptEnded, JobStarted, JobEnded)
+        turn = last_event(self.ledger, TrainingBegan, AttemptEnded, JobStarted, JobEnded)
         if is_running and isinstance(turn, TrainingBegan) and self.metrics.time > turn.time:
             end = min(end, self.metrics.time)  # what is not measured yet is no restart
         return time_spent(self.metrics, self.ledger, end)
@@ -217,23 +217,23 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
     When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last
     events afterwards; those are not turns of the run any more.
     """
-    ended = last_of(ledger, JobStarted, JobEnded)  # a later start may have the same number
+    ended = last_event(ledger, JobStarted, JobEnded)  # a later start may have the same number
     start = f"{ended.job}.{ended.restart}" if isinstance(ended, JobEnded) else ""
     timely = [event for event in ledger if not began_in(event, start)]
     kinds = (TrainingBegan, AttemptEnded, JobStarted, JobEnded)
     turns = [event for event in timely if isinstance(event, kinds) or _is_end(event)]
     turn = turns[-1] if turns else None
-    of_job = last_of(timely, TrainingBegan, Submitted, JobStarted, JobEnded)
+    of_job = last_event(timely, TrainingBegan, Submitted, JobStarted, JobEnded)
     return of_job if isinstance(of_job, JobEnded) else turn
 
 
 def _waiting_or_canceled(evidence: Evidence, last: Event | None) -> Status | None:
-    order = last_of(evidence.ledger, Canceled)
+    order = last_event(evidence.ledger, Canceled)
     job = order.job if order is not None else ""
     own = [event for event in evidence.ledger if not began_in(event, job)]
     began, submitted, canceled = (
         0.0 if event is None else event.time
-        for event in (last_of(own, TrainingBegan), last_of(evidence.ledger, Submitted), order)
+        for event in (last_event(own, TrainingBegan), last_event(evidence.ledger, Submitted), order)
     )
     is_canceled = Status(State.CANCELED, f"after step {evidence.latest_step:,}")
     if canceled > max(began, submitted):
@@ -265,7 +265,7 @@ def _ended_status(evidence: Evidence, last: Event | None) -> Status:
             if evidence.latest_step >= steps:
                 if failure := evidence.metrics.failure:  # of a version that called this finished
                     return Status(State.FAILED, failure)
-                spike = last_of(evidence.ledger, TrainingBegan, UnresolvedSpike)
+                spike = last_event(evidence.ledger, TrainingBegan, UnresolvedSpike)
                 is_spike = isinstance(spike, UnresolvedSpike)
                 return Status(State.DONE, spike.description if is_spike else "")
             before = f"finished after step {evidence.latest_step:,}"
@@ -277,7 +277,7 @@ def _ended_status(evidence: Evidence, last: Event | None) -> Status:
             return Status(State.STOPPED, f"stopped on request after step {step:,}")
         if isinstance(end, AttemptEnded) and end.next in (NextAction.GIVE_UP, NextAction.REFUSED):
             return Status(State.FAILED, interruptions(evidence.ledger, False)[-1].description)
-    if isinstance(last_of(evidence.ledger, TrainingBegan, GaveUp), GaveUp):
+    if isinstance(last_event(evidence.ledger, TrainingBegan, GaveUp), GaveUp):
         return Status(State.FAILED, interruptions(evidence.ledger, False)[-1].description)
     when = datetime.datetime.fromtimestamp(evidence.last_seen).strftime("%Y-%m-%d %H:%M:%S")
     reason = f"its processes ended silently after {when}: they were killed, or the node went down"
@@ -419,17 +419,17 @@ def read_state(path: Path) -> RunState:
     speed, left = evidence.metrics.recent_tokens_per_second, None
     if speed and is_running:
         left = tokens_of_steps(config, range(evidence.latest_step, config.optim.steps)) / speed
-    began = last_of(evidence.ledger, TrainingBegan)
-    job = last_of(evidence.ledger, Submitted, JobStarted)
+    began = last_event(evidence.ledger, TrainingBegan)
+    job = last_event(evidence.ledger, Submitted, JobStarted)
     is_alive = is_running or status.state is State.UNRESPONSIVE
     interrupted = [each for each in interruptions(evidence.ledger, is_alive) if each.is_failure]
     spent = evidence.time_spent(is_running)
-    mirrored, upload = last_stored(evidence.ledger), last_of(evidence.ledger, Mirrored, Restored)
+    mirrored, upload = last_stored(evidence.ledger), last_event(evidence.ledger, Mirrored, Restored)
     # Without their domains, as Slurm names nodes.
     nodes = {heartbeat.hostname.partition(".")[0] for heartbeat in evidence.heartbeats}
-    if not nodes and (started := last_of(evidence.ledger, JobStarted)):
+    if not nodes and (started := last_event(evidence.ledger, JobStarted)):
         nodes = set(started.nodes)
-    replaced = events_of(evidence.ledger, NodeReplaced)
+    replaced = find_events(evidence.ledger, NodeReplaced)
     now = evidence.clock if is_running else evidence.now
     age = None if evidence.checkpoint_time is None else evidence.now - evidence.checkpoint_time
     return RunState(
@@ -439,7 +439,7 @@ def read_state(path: Path) -> RunState:
         reason=status.reason,
         is_lost=status.is_lost,
         needs_resume=status.needs_resume,
-        is_job_open=isinstance(last_of(evidence.ledger, JobStarted, JobEnded), JobStarted),
+        is_job_open=isinstance(last_event(evidence.ledger, JobStarted, JobEnded), JobStarted),
         attempts=num_attempts(evidence.ledger, is_running),
         ranks=None if began is None else began.world_size,
         nodes=tuple(sorted(nodes)),

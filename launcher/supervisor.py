@@ -26,9 +26,8 @@ from launcher.restart_policy import (
 from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.checkpoint.verify import latest_step, steps_that_count
 from pretrain.config.run import RunConfig
-from pretrain.rundir.attempt_files import attempts_of, open_start
+from pretrain.rundir.attempt_files import list_attempts, open_start
 from pretrain.rundir.events import (
-    EXIT_STOPPED,
     AttemptEnded,
     Event,
     Interrupted,
@@ -38,10 +37,10 @@ from pretrain.rundir.events import (
     ResumeFrom,
     TrainingBegan,
     TrainingEnded,
-    ended_by_watchdog,
 )
+from pretrain.rundir.exit_statuses import EXIT_STOPPED, ended_by_watchdog
 from pretrain.rundir.heartbeat import read_heartbeats
-from pretrain.rundir.ledger import last_of
+from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class Supervisor:
         """Return the exit status; StartAgain where the site or a node failed for longer than the
         run's patience."""
         # After the highest that left logs, so that no log is written twice.
-        numbers = (attempt.number for attempt in attempts_of(self.run_dir.logs))
+        numbers = (attempt.number for attempt in list_attempts(self.run_dir.logs))
         self._number = max(numbers, default=-1)
         try:
             while (status := self._make_attempt()) is None:
@@ -256,7 +255,7 @@ def _hung_rank(run_dir: RunDir, statuses: Sequence[int]) -> int | None:
 
 def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
     """Return whether the run has finished all steps of `config`, and saved the last one."""
-    last = last_of(run_dir.ledger.read(), TrainingBegan, TrainingEnded, ResumeFrom)
+    last = last_event(run_dir.ledger.read(), TrainingBegan, TrainingEnded, ResumeFrom)
     is_over = isinstance(last, TrainingEnded) and last.outcome is Outcome.FINISHED
     return is_over and latest_step(run_dir.checkpoints) >= config.optim.steps
 

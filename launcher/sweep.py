@@ -32,9 +32,12 @@ from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.costs.flops import cost_of
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.reporting.results import differing_settings
-from pretrain.rundir.events import EXIT_STOPPED, Submitted, describe_exit
-from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run
-from pretrain.sweeps.cells import PlacedCell, begin_branch, config_of, other_settings, refuse_others
+from pretrain.rundir.branch import begin_branch
+from pretrain.rundir.events import Submitted
+from pretrain.rundir.exit_statuses import EXIT_STOPPED, describe_exit
+from pretrain.rundir.ownership import make_run_directory, refuse_foreign_run
+from pretrain.rundir.run_dir import RunDir
+from pretrain.sweeps.cells import PlacedCell, config_of, other_settings, refuse_others
 from pretrain.sweeps.sweep_file import Sweep
 
 
@@ -109,8 +112,10 @@ def can_start(cells: Sequence[CellRun], unfinished: Collection[str] = ()) -> lis
 def can_begin(cell: CellRun, runs: Path) -> bool:
     """Make the run of a cell that starts from another's; False, with the reason printed, where
     that run does not allow it."""
+    source, step = cell.cell.starts_from, cell.cell.starts_at
     try:
-        begin_branch(cell.cell, cell.config, runs)
+        if source:
+            begin_branch(cell.config, runs / cell.cell.name, runs / source, step)
     except (UserError, OSError) as error:
         print(f"{cell.cell.name}: {error}", file=sys.stderr, flush=True)
         return False

@@ -77,6 +77,7 @@ from pretrain.processes.device import (
 )
 from pretrain.processes.leaving import end_at_once, end_process
 from pretrain.recovery.faults import fault_from_environment
+from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
 from pretrain.recovery.rewind import (
     SpikeFound,
     SpikeMonitor,
@@ -85,18 +86,10 @@ from pretrain.recovery.rewind import (
     segments_consumed,
     skip_windows,
 )
-from pretrain.recovery.starts import (
-    checked_data,
-    record_out_of_memory,
-    record_start,
-    report_rate,
-    with_fitting_micro_batch,
-)
+from pretrain.recovery.start_record import checked_data, record_start, report_rate
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.attempt_files import trace_prefix
 from pretrain.rundir.events import (
-    EXIT_OUT_OF_MEMORY,
-    EXIT_STOPPED,
     Mirrored,
     Outcome,
     OutOfMemory,
@@ -105,8 +98,9 @@ from pretrain.rundir.events import (
     Spike,
     TrainingEnded,
 )
+from pretrain.rundir.exit_statuses import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.ledger import events_of, last_stored
+from pretrain.rundir.history import find_events, last_stored
 from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -262,7 +256,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
         raise
     step = found.step if found else 0
     shortages = read_on_main(
-        world, lambda: events_of(run_dir.ledger.read(), OutOfMemory), list[OutOfMemory]
+        world, lambda: find_events(run_dir.ledger.read(), OutOfMemory), list[OutOfMemory]
     )
     config = with_fitting_micro_batch(run_at(process.config, step), world.world_size, shortages)
     try:

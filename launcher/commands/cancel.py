@@ -15,7 +15,9 @@ from launcher.run_state import RunState, State, read_states
 from launcher.slurm.client import QueuedJob, Slurm
 from pretrain.rundir.events import Canceled
 from pretrain.rundir.lock import Lock
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, refuse_links, run_path
+from pretrain.rundir.ownership import refuse_foreign_run, refuse_links
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 
 _WAIT_SECONDS = 600.0
 

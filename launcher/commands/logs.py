@@ -17,10 +17,11 @@ from foundation.errors import ConfigError, printable
 from foundation.files import TAIL_BYTES, lines_of, open_appended, read_together
 from launcher.error_lines import error_lines
 from launcher.run_state import State, read_states
-from pretrain.rundir.attempt_files import AttemptFiles, attempts_of
+from pretrain.rundir.attempt_files import AttemptFiles, list_attempts
 from pretrain.rundir.events import AttemptEnded
-from pretrain.rundir.ledger import events_of
-from pretrain.rundir.run_dir import RunDir, run_path
+from pretrain.rundir.history import find_events
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _chosen(logs: Path, number: int | None = None) -> AttemptFiles | None:
     """This attempt, or the latest; None if there are none yet."""
-    attempts = {attempt.number: attempt for attempt in attempts_of(logs)}
+    attempts = {attempt.number: attempt for attempt in list_attempts(logs)}
     if number is None:
         return attempts[max(attempts)] if attempts else None
     if number not in attempts:
@@ -146,7 +147,7 @@ def _sources(
         logs = attempt.logged_ranks()
         if arguments.rank is not None:
             logs = {arguments.rank: _log_of(attempt, arguments.rank)}
-        ended = events_of(run_dir.ledger.read(), AttemptEnded)
+        ended = find_events(run_dir.ledger.read(), AttemptEnded)
         first = {end.attempt_number: end.first_failure for end in ended}.get(attempt.number)
         if first is not None and first in logs:
             yield f"rank {first}", errors_of(logs.pop(first))

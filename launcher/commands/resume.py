@@ -12,8 +12,10 @@ from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.submission import submit_again
 from pretrain.checkpoint.facts import add_from_step
 from pretrain.rundir.events import Submitted
-from pretrain.rundir.ledger import last_of
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, run_path
+from pretrain.rundir.history import last_event
+from pretrain.rundir.ownership import refuse_foreign_run
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.log import set_up_logging
 
 
@@ -39,7 +41,7 @@ def resume(path: Path, from_step: int | None = None) -> int:
     refuse_foreign_run(path)
     if state.is_active:
         raise ConfigError(f"nothing to resume: {path} is {state.description}")
-    before, script = last_of(RunDir(path).ledger.read(), Submitted), Snapshot(path).script
+    before, script = last_event(RunDir(path).ledger.read(), Submitted), Snapshot(path).script
     if before and "_" in before.job:
         raise ConfigError(f"{path} is a cell of a sweep; 'launcher sweep submit' starts it again")
     if script.is_file():

@@ -20,7 +20,7 @@ from launcher.run_state import RunState, State, is_run, read_states
 from launcher.sweep import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.metric_names import RECENT_SPEED, TRAIN_LOSS
-from pretrain.rundir.run_dir import RUNS, run_path
+from pretrain.rundir.run_paths import RUNS, run_path
 from pretrain.sweeps.cells import find_runs, runs_of
 from pretrain.terminal.text import counted, fitted_table, number
 

@@ -29,7 +29,7 @@ from launcher.sweep import (
 from pretrain.config.cluster import load_cluster, parse_nodes
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import accumulation_steps
-from pretrain.rundir.events import EXIT_STOPPED
+from pretrain.rundir.exit_statuses import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.sweeps.cells import cells_directory
 from pretrain.sweeps.sweep_file import Sweep, read_sweep

@@ -32,9 +32,11 @@ from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.cluster import load_cluster, seconds_of
-from pretrain.rundir.attempt_files import attempts_of
-from pretrain.rundir.events import EXIT_STOPPED, Event, JobEnded, JobEndReason
-from pretrain.rundir.ledger import events_of, in_order
+from pretrain.rundir.attempt_files import list_attempts
+from pretrain.rundir.events import Event, JobEnded, JobEndReason
+from pretrain.rundir.exit_statuses import EXIT_STOPPED
+from pretrain.rundir.history import find_events
+from pretrain.rundir.ledger import in_order
 from pretrain.rundir.lock import Fence
 from pretrain.rundir.run_dir import RunDir
 
@@ -162,7 +164,7 @@ def _announced(log: str) -> JobEndReason:
 
 def excluded_nodes(ledger: Sequence[Event], job: str) -> list[str]:
     """The nodes that this job was requeued without."""
-    ends = [end for end in events_of(ledger, JobEnded) if end.job == job and end.node]
+    ends = [end for end in find_events(ledger, JobEnded) if end.job == job and end.node]
     return [node for end in ends if end.reason in _EXCLUDED for node in node_names(end.node or "")]
 
 
@@ -408,6 +410,6 @@ class JobExit:
 def _said_by_slurm(logs: Path, job_log: Path) -> str:
     """The ends of the last attempt's and the job's log; empty while storage is away."""
     with contextlib.suppress(OSError):
-        srun_logs = [attempt.srun_log for attempt in attempts_of(logs)[-1:]]
+        srun_logs = [attempt.srun_log for attempt in list_attempts(logs)[-1:]]
         return "".join(map(end_of, [*srun_logs, job_log]))
     return ""

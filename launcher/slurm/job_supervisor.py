@@ -24,17 +24,12 @@ from launcher.supervisor import Supervisor, is_complete
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.cluster import load_cluster
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.rundir.events import (
-    EXIT_STOPPED,
-    Event,
-    JobEnded,
-    JobEndReason,
-    JobStarted,
-    SupervisorKilled,
-)
-from pretrain.rundir.ledger import events_of, last_of
+from pretrain.rundir.events import Event, JobEnded, JobEndReason, JobStarted, SupervisorKilled
+from pretrain.rundir.exit_statuses import EXIT_STOPPED
+from pretrain.rundir.history import find_events, last_event
 from pretrain.rundir.lock import StaleAttempt
-from pretrain.rundir.run_dir import ForeignRun, RunDir, refuse_foreign_run
+from pretrain.rundir.ownership import ForeignRun, refuse_foreign_run
+from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 from pretrain.terminal.text import counted
 
@@ -252,14 +247,14 @@ def end_of_start(ledger: Sequence[Event], job: ThisJob) -> JobEnded | None:
 
     One that the controller forgot was another start, which may have had the same number.
     """
-    last = last_of([end for end in events_of(ledger, JobEnded) if end.job == job.id], JobEnded)
+    last = last_event([end for end in find_events(ledger, JobEnded) if end.job == job.id], JobEnded)
     is_own = last and last.restart == job.restart and last.reason is not JobEndReason.FORGOTTEN
     return last if is_own else None
 
 
 def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:
     """The last start of this job, if nothing was written about its end."""
-    last = last_of([e for e in ledger if getattr(e, "job", "") == job], JobStarted, JobEnded)
+    last = last_event([e for e in ledger if getattr(e, "job", "") == job], JobStarted, JobEnded)
     return last if isinstance(last, JobStarted) else None
 
 

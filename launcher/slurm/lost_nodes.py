@@ -48,7 +48,7 @@ from pretrain.rundir.events import (
     ReplacedBecause,
     TrainingBegan,
 )
-from pretrain.rundir.ledger import events_of, last_of
+from pretrain.rundir.history import find_events, last_event
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 
@@ -153,7 +153,7 @@ class NodePool:
     def _leave_unready(self, event: NodesUnready, is_again: bool, waited: float) -> None:
         """Raise StartAgain or ConfigError if waiting any longer is in vain."""
         problems, words = event.problems, event.cause
-        has_trained = last_of(self._run_dir.ledger.read(), TrainingBegan) is not None
+        has_trained = last_event(self._run_dir.ledger.read(), TrainingBegan) is not None
         lacks_program = set(problems.values()) == {PROGRAM}
         are_all = len(problems) == self._step.num_nodes
         if lacks_program and are_all and not has_trained:
@@ -317,7 +317,7 @@ def num_old_steps(ledger: Sequence[Event], job: ThisJob) -> int:
         return 0
     # Each start has used up as many numbers as an attempt has, or more, before its first attempt;
     # its last one may have ended with the supervisor, unrecorded.
-    attempts = 2 * len(events_of(before, JobStarted)) + len(events_of(before, AttemptEnded))
+    attempts = 2 * len(find_events(before, JobStarted)) + len(find_events(before, AttemptEnded))
     return min(_MOST_STEPS, attempts * _STEPS_PER_ATTEMPT)
 
 

@@ -35,8 +35,9 @@ from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.device_memory import advice, checkpoint_bytes, footprint_of
 from pretrain.costs.hardware import GIB, USABLE
 from pretrain.rundir.events import Event
-from pretrain.rundir.ledger import work_dirs
-from pretrain.rundir.run_dir import RunDir, make_run_directory, refuse_foreign_run, refuse_links
+from pretrain.rundir.history import work_dirs
+from pretrain.rundir.ownership import make_run_directory, refuse_foreign_run, refuse_links
+from pretrain.rundir.run_dir import RunDir
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length

@@ -26,7 +26,7 @@ from pretrain.config.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import GPUS_VARIABLE, PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.attempt_files import SRUN_LOG, AttemptFiles
-from pretrain.rundir.events import EXIT_STOPPED, EXPLAINED, NEVER_STARTED
+from pretrain.rundir.exit_statuses import EXIT_STOPPED, EXPLAINED, NEVER_STARTED
 from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import RunDir
 

@@ -18,7 +18,7 @@ from launcher.slurm.sbatch import (
 from pretrain.config.cluster import load_cluster
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import Submitted
-from pretrain.rundir.ledger import last_of
+from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir
 
 
@@ -55,7 +55,7 @@ def refuse_live_job(slurm: Slurm, run_dir: RunDir) -> None:
     """Raise ConfigError while a job, which may just be ending, has the run: one that works in its
     code, or the last one submitted, which the site may have moved to another directory."""
     ledger = run_dir.ledger.read()
-    last, own = last_of(ledger, Submitted), own_work_dirs(run_dir.path, ledger)
+    last, own = last_event(ledger, Submitted), own_work_dirs(run_dir.path, ledger)
     live = slurm.live_jobs(own[0])
     live += [job for job in slurm.jobs([last.job] if last else []) if job.is_live]
     for job in live:

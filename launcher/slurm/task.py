@@ -19,7 +19,7 @@ from foundation.errors import exit_status_of
 from foundation.files import own_file, write_text
 from foundation.retry import Patience, StorageError, outlast
 from pretrain.distributed.slurm_variables import rank_variables
-from pretrain.rundir.events import EXIT_STOPPED, describe_exit
+from pretrain.rundir.exit_statuses import EXIT_STOPPED, describe_exit
 from pretrain.rundir.watchdog import under_watchdog
 
 GRACE_SECONDS = 2.0

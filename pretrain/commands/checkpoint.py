@@ -20,7 +20,8 @@ from foundation.errors import (
 from foundation.files import LARGEST_LIST_BYTES, read_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.verify import verify_and_keep
-from pretrain.rundir.run_dir import RunDir, run_path
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import number, text_table
 
 EXIT_CORRUPTED = 1

@@ -10,7 +10,9 @@ from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.resolve import resolve_if_built
 from pretrain.config.run import RunConfig
 from pretrain.costs.description import describe
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_urls, run_path
+from pretrain.rundir.ownership import refuse_foreign_urls
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

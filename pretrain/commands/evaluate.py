@@ -13,7 +13,7 @@ from foundation.settings import MOST_ROWS, size_of
 from pretrain.config.model import Precision, ProbeName, RopeExtension
 from pretrain.distributed.slurm_variables import rank_numbers
 from pretrain.processes.leaving import leave_group
-from pretrain.rundir.run_dir import run_path
+from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import fitted_table
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, get_args
 
 from foundation.settings import assert_never
 from pretrain.config.model import ExportFormat
-from pretrain.rundir.run_dir import RunDir, run_path
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import run_path
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizer import Tokenizer

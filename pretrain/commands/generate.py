@@ -14,7 +14,7 @@ from foundation.errors import ConfigError, printable
 from foundation.settings import size_of
 from pretrain.config.model import Precision
 from pretrain.distributed.threads import set_threads
-from pretrain.rundir.run_dir import run_path
+from pretrain.rundir.run_paths import run_path
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,10 @@ from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig
 from pretrain.distributed.slurm_variables import rank_numbers
 from pretrain.processes.leaving import leave_group
-from pretrain.rundir.events import EXIT_SITE_FAILED
+from pretrain.rundir.exit_statuses import EXIT_SITE_FAILED
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.run_dir import RunDir, refuse_foreign_run, refuse_links
+from pretrain.rundir.ownership import refuse_foreign_run, refuse_links
+from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.watchdog import start_limit
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 

@@ -17,7 +17,7 @@ from typing import Any
 from foundation.errors import ConfigError
 from foundation.ownership import refuse_foreign
 from foundation.settings import to_tree
-from pretrain.rundir.metric_names import scalars_of
+from pretrain.rundir.metric_names import dashboard_values
 from pretrain.rundir.run_dir import RunDir
 
 Copy = Callable[[Sequence[Mapping[str, Any]]], None]
@@ -74,7 +74,7 @@ def wandb_copy(run_dir: RunDir, project: str) -> Iterator[Copy]:
             return
         with outliving():
             for line in lines:
-                session.log({"step": line["step"], **scalars_of(line)})
+                session.log({"step": line["step"], **dashboard_values(line)})
 
     with outliving():
         session = _start(run_dir, project) if project else None

@@ -17,7 +17,7 @@ from foundation.errors import os_error_text, remedy_of
 from foundation.files import append_whole, own_file
 from foundation.records import json_text
 from foundation.retry import Outage, outlast
-from pretrain.rundir.metric_names import scalars_of
+from pretrain.rundir.metric_names import dashboard_values
 from pretrain.rundir.metrics_file import cut_measurements_after, summarize_file
 from pretrain.rundir.run_dir import RunDir
 
@@ -86,7 +86,7 @@ class TensorBoard:
             if self._records is None:
                 self._start()
             for line in lines:
-                for name, value in scalars_of(line).items():
+                for name, value in dashboard_values(line).items():
                     self._write(step=line["step"], summary=scalar(name, value))
         except OSError as error:
             logger.warning("TensorBoard lacks these steps: %s", os_error_text(error))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from foundation.errors import exit_status_of, own_status
-from pretrain.rundir.events import EXIT_STOPPED
+from pretrain.rundir.exit_statuses import EXIT_STOPPED
 
 logger = logging.getLogger(__name__)
 

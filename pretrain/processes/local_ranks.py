@@ -16,7 +16,7 @@ from foundation.files import end_of, own_file
 from foundation.own_programs import own_command
 from pretrain.distributed.slurm_variables import GPUS_VARIABLE, PORT_FILE_VARIABLE
 from pretrain.rundir.attempt_files import AttemptFiles
-from pretrain.rundir.events import EXIT_STOPPED, EXPLAINED, describe_exit
+from pretrain.rundir.exit_statuses import EXIT_STOPPED, EXPLAINED, describe_exit
 from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.watchdog import START_SECONDS, under_watchdog
 from pretrain.terminal.log import LINE_START, RELAY_VARIABLE

@@ -32,7 +32,7 @@ from pretrain.costs.flops import bins_of, tail_shares
 from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks, read_on_main
 from pretrain.distributed.world import World
 from pretrain.rundir.events import GaveUp, Outcome, Rewind, Spike, UnresolvedSpike
-from pretrain.rundir.ledger import events_of, skipped_windows
+from pretrain.rundir.history import find_events, skipped_windows
 from pretrain.rundir.metrics_file import latest_measurements
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -261,7 +261,7 @@ def rewind(
         if not world.is_main:
             return
         ledger = run_dir.ledger.read()
-        rewinds = events_of(ledger, Rewind)  # not windows: those that touch are one
+        rewinds = find_events(ledger, Rewind)  # not windows: those that touch are one
         most = run.recovery.max_rewinds
         if before is None or len(rewinds) >= most:
             run_dir.ledger.append(GaveUp(spike=spike))

@@ -24,7 +24,7 @@ from foundation.errors import printable
 from foundation.files import atomic_write, make_directory, write_csv
 from pretrain.reporting.run_history import History
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
-from pretrain.rundir.metrics_file import totals_of
+from pretrain.rundir.metrics_file import parse_totals
 from pretrain.terminal.text import distinguished, si
 
 if TYPE_CHECKING:
@@ -431,7 +431,7 @@ def _tokens(line: Mapping[str, Any]) -> float | None:
 
 def _seconds(line: Mapping[str, Any]) -> float | None:
     """How long the run had trained, without evaluations; known at the ends of intervals."""
-    totals = totals_of(line)
+    totals = parse_totals(line)
     return None if totals is None else totals.steps
 
 

@@ -16,7 +16,7 @@ from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.events import Event
-from pretrain.rundir.ledger import skipped_windows
+from pretrain.rundir.history import skipped_windows
 from pretrain.rundir.metric_names import (
     MEMORY_GAIN,
     RUN_SPEED,

@@ -33,15 +33,14 @@ from pretrain.checkpoint.verify import latest_step
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import model_in_words
 from pretrain.reporting.results import RunResults, results_of
-from pretrain.rundir import ledger as ledgers
 from pretrain.rundir.events import Event, Published, ResumeFrom, Rewind, TrainingBegan
-from pretrain.rundir.ledger import Interruption, events_of, time_spent
+from pretrain.rundir.history import Interruption, find_events, interruptions, last_event, time_spent
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, smoothed_loss
 from pretrain.rundir.metrics_file import (
     MetricsSummary,
     TimeSpent,
     latest_measurements,
-    measurements_of,
+    read_measurements,
     summarize,
 )
 from pretrain.rundir.run_dir import RunDir
@@ -142,7 +141,7 @@ class History:
     @property
     def about(self) -> str:
         """What figures say of the run: its name, model and optimizer, and the code's version."""
-        began = ledgers.last_of(self.ledger, TrainingBegan)
+        began = last_event(self.ledger, TrainingBegan)
         code = f", xl-pretrain {began.code}" if began and began.code else ""
         return f"{self.name}: {model_in_words(self.config)}{code}"
 
@@ -200,13 +199,11 @@ class History:
     @property
     def failures(self) -> list[Interruption]:
         """Attempts that failed, also those that were killed together with their supervisor."""
-        return [
-            each for each in ledgers.interruptions(self.ledger, self.is_running) if each.is_failure
-        ]
+        return [each for each in interruptions(self.ledger, self.is_running) if each.is_failure]
 
     @property
     def rewinds(self) -> list[Rewind]:
-        return events_of(self.ledger, Rewind)
+        return find_events(self.ledger, Rewind)
 
     @property
     def time_spent(self) -> TimeSpent | None:
@@ -250,7 +247,7 @@ def read_history(path: Path) -> History:
     """The past of the run in this directory; DataError if it has made no step yet."""
     run_dir = RunDir.open(path)
     latest = next(latest_measurements(run_dir.metrics), {"step": 0})
-    measured = thinned(measurements_of(run_dir.metrics), latest["step"])
+    measured = thinned(read_measurements(run_dir.metrics), latest["step"])
     if not len(measured.loss_steps_B):
         raise DataError(f"{path} has no measured step yet; train it first")
     return History(

@@ -20,7 +20,7 @@ from pretrain.reporting.html import Card, page, paragraph, preformatted, section
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_history import History, warnings_of
 from pretrain.rundir.events import GaveUp, Published
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.metric_names import (
     MEMORY_GAIN,
     RUN_SPEED,
@@ -177,7 +177,7 @@ def _cards(history: History) -> list[Card]:
         cards.append(Card(f"{spent.goodput:.0%}", words))
     rewinds = counted(len(history.rewinds), "automatic rewind")
     words = f"failed attempts; {rewinds}, {counted(history.measured.num_skipped, 'skipped step')}"
-    mood = "bad" if events_of(history.ledger, GaveUp) else ""
+    mood = "bad" if find_events(history.ledger, GaveUp) else ""
     return [*cards, Card(str(len(history.failures)), words, mood)]
 
 

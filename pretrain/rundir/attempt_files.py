@@ -20,7 +20,7 @@ from foundation.progress import duration
 from foundation.records import from_json
 from pretrain.rundir.events import AttemptEnded, Event, TrainingBegan
 from pretrain.rundir.heartbeat import HeartbeatRecord
-from pretrain.rundir.ledger import last_of
+from pretrain.rundir.history import last_event
 
 SRUN_LOG, START = "srun.log", "start.json"
 LATE_SECONDS = 60.0
@@ -125,16 +125,16 @@ class AttemptFiles:
         return _numbered(self.directory, "rank-*.log")
 
 
-def attempts_of(logs: Path) -> list[AttemptFiles]:
+def list_attempts(logs: Path) -> list[AttemptFiles]:
     """The attempts that left files, oldest first."""
     return [AttemptFiles(logs, number) for number in _numbered(logs, "attempt-*")]
 
 
 def open_start(logs: Path, ledger: Sequence[Event]) -> AttemptStart | None:
     """The start of the latest attempt, if it has neither begun to train nor ended."""
-    attempts = attempts_of(logs)
+    attempts = list_attempts(logs)
     start = attempts[-1].read_start() if attempts else None
-    turn = last_of(ledger, TrainingBegan, AttemptEnded)
+    turn = last_event(ledger, TrainingBegan, AttemptEnded)
     return start if start and (turn is None or turn.time < start.time) else None
 
 

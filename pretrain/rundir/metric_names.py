@@ -123,7 +123,7 @@ def latest_with_tasks(evaluations: Iterable[Mapping[str, Any]]) -> Mapping[str, 
     return next((line for line in reversed(list(evaluations)) if task_columns(line)), None)
 
 
-def scalars_of(line: Mapping[str, Any]) -> dict[str, float]:
+def dashboard_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return what dashboards draw of a line: `loss` of kind `train` is named `train/loss`."""
     return {
         f"{line['kind']}/{name}": value

@@ -57,7 +57,7 @@ _DECODER = json.JSONDecoder(parse_constant=lambda _: None)
 RECENT_INTERVALS = 5  # whose median is the recent speed
 
 
-def measurement_of(line: bytes) -> dict[str, Any] | None:
+def parse_measurement(line: bytes) -> dict[str, Any] | None:
     """What a line measured; None if it is damaged or not whole yet."""
     try:
         tree = _DECODER.decode(line.decode())
@@ -110,8 +110,8 @@ def latest_measurements(
             file.seek(start)
             rest, *lines = (file.read(size) + rest).split(b"\n")  # `rest` begins further ahead
             found = (line for line in reversed(lines) if containing in line)
-            yield from filter(None, map(measurement_of, found))
-        if start == 0 and containing in rest and (first := measurement_of(rest)):
+            yield from filter(None, map(parse_measurement, found))
+        if start == 0 and containing in rest and (first := parse_measurement(rest)):
             yield first
 
 
@@ -122,7 +122,7 @@ def has_evaluation(path: Path, step: int) -> bool:
     return any(line["step"] == step and line["loss"] is not None for line in evaluations)
 
 
-def measurements_of(path: Path) -> Iterator[dict[str, Any]]:
+def read_measurements(path: Path) -> Iterator[dict[str, Any]]:
     """The measurements, oldest first, one after the other."""
     return (found for _, found in _read(path) if found)
 
@@ -154,7 +154,7 @@ def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     for number, line in enumerate(lines_of(path), start=1):
         # A last line without its end belongs to a step that is repeated, however much is there.
         is_whole = line.endswith(b"\n")
-        found = measurement_of(line) if is_whole else None
+        found = parse_measurement(line) if is_whole else None
         if found is None and is_whole and line.strip():
             damaged.append(number)
         yield line, found
@@ -212,7 +212,7 @@ class TimeSpent:
         )
 
 
-def totals_of(line: Mapping[str, Any]) -> TimeSpent | None:
+def parse_totals(line: Mapping[str, Any]) -> TimeSpent | None:
     """The sums until a line; None if it has none, or those of another version."""
     totals = line.get("totals", {})
     known = totals and totals.keys() <= TimeSpent.__dataclass_fields__.keys()
@@ -272,7 +272,7 @@ def summarize_file(path: Path) -> MetricsSummary:
     latest_first: list[Mapping[str, Any]] = []
     num_intervals, has_loss, spent = 0, False, None
     for line in latest_measurements(path):
-        if spent is None and (spent := totals_of(line)):
+        if spent is None and (spent := parse_totals(line)):
             for later in reversed(latest_first):
                 spent.add(later)
         latest_first.append(line)

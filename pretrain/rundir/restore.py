@@ -32,7 +32,7 @@ from pretrain.rundir.events import (
     Submitted,
     SupervisorKilled,
 )
-from pretrain.rundir.ledger import Ledger, line_of
+from pretrain.rundir.ledger import Ledger, event_line
 from pretrain.rundir.metrics_file import summarize_file
 from pretrain.rundir.run_dir import RunDir
 
@@ -126,7 +126,7 @@ def _move_into_place(scratch: Path, run_dir: RunDir, step: int, url: str) -> Non
         for event in ledger.read()
         if not isinstance(event, EVENTS_OF_JOBS)
     ]
-    write_text(ledger.path, b"".join(map(line_of, events)).decode())
+    write_text(ledger.path, b"".join(map(event_line, events)).decode())
     ledger.append(Restored(step=step, url=url))
     os.chmod(scratch / "config.yaml", 0o600)
     for directory in (run_dir.checkpoints, run_dir.logs):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fnmatch
-import hashlib
 import logging
 import os
 import secrets
@@ -25,129 +24,39 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import ConfigError, DataError
+from foundation.errors import ConfigError
 from foundation.files import (
-    SMALL_FILE_BYTES,
-    YAML_SUFFIXES,
     make_directory,
     named_errors,
     own_file,
     read_json,
-    read_regular,
     remove_leftovers,
-    url_of,
     write_json,
     write_text,
 )
-from foundation.own_programs import installed_version
-from foundation.ownership import is_of_another_user, refuse_foreign, refuse_open_parents
 from foundation.records import Fields, InvalidField
 from foundation.retry import Patience, outlast
 from foundation.settings import differences, load_config, parse_config, to_tree
-from foundation.yaml_files import did_you_mean, dump_yaml
+from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change
 from pretrain.rundir import heartbeat
-from pretrain.rundir.attempt_files import START, attempts_of
+from pretrain.rundir.attempt_files import START, list_attempts
 from pretrain.rundir.events import Restored, ResumeFrom, SettingsChanged, TrainingBegan
-from pretrain.rundir.ledger import Ledger, asked_step, facts_of, history_of, last_of, last_stored
+from pretrain.rundir.history import (
+    asked_step,
+    attempt_history,
+    last_event,
+    last_stored,
+    published_facts,
+)
+from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
-from pretrain.rundir.metrics_file import measurements_of
-
-RUNS = Path("runs")
-EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export
-_MOST_SHOWN = 6  # runs of a sweep in an error message
-
-
-def run_path(text: str | Path) -> Path:
-    """The `type` of every argument RUN: a path, or that name in runs/.
-
-    The name in runs/ is meant where the path does not exist: NAME, or SWEEP/CELL.
-    """
-    path = Path(text)
-    return RUNS / path if not path.exists() and (RUNS / path).exists() else path
-
-
-def runs_below(path: Path) -> list[Path]:
-    """The runs directly in `path`, as in the directory of a sweep, by their names."""
-    return sorted(file.parent for file in path.glob("*/run.json"))
-
-
-def advice_on(path: Path) -> str:
-    """What to do about a path that holds no run, for the end of an error message."""
-    if path.suffix in YAML_SUFFIXES:
-        return "name the run's directory, by default runs/NAME"
-    if (path / EXPORTED_WEIGHTS).is_file():
-        return "it is an export, which 'pretrain evaluate' and 'pretrain generate' take"
-    if cells := runs_below(path):
-        shown = ", ".join(map(str, cells[:_MOST_SHOWN]))
-        more = ", ..." if len(cells) > _MOST_SHOWN else ""
-        return f"it is a sweep; its runs are {shown}{more} (name one)"
-    runs = [run.name for folder in (path.parent, RUNS) for run in runs_below(folder)]
-    hint = did_you_mean(path.name, [name for name in runs if name != str(path)])
-    return hint.removeprefix("; ") if "did you mean" in hint else "check the path or start a run"
-
-
-_NAMES = {
-    *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "attempt"),
-    *("checkpoints", "heartbeats", "logs", "slurm", "tensorboard", "traces", "wandb"),
-}
-
-
-# What a command that starts or ends the run does what is said in.
-_OBEYED = ("ledger.jsonl", "config.yaml", "slurm")
-
-
-def make_run_directory(run_dir: Path) -> None:
-    """Create the directory of a run, which nobody else may write whatever the umask."""
-    make_directory(run_dir, 0o755)
-
-
-class ForeignRun(ConfigError):
-    """Others can have written what the run does."""
-
-
-def refuse_foreign_run(run_dir: Path) -> None:
-    """Raise ForeignRun unless only this user and root can have written what the run does.
-
-    For commands that start or end a run by what its directory says. Reading one is safe.
-    """
-    run_dir = run_dir.resolve()
-    try:
-        refuse_open_parents(run_dir)
-        refuse_foreign(run_dir, with_contents=False)
-        for name in _OBEYED:
-            refuse_foreign(run_dir / name)
-    except DataError as error:
-        raise ForeignRun(str(error)) from None
-
-
-def refuse_foreign_urls(config_file: Path, config: RunConfig) -> None:
-    """Raise ConfigError if these are another user's settings and name a server to ask."""
-    parts = (part.path for part in config.data.all_parts)
-    paths = (config.data.path, *parts, *config.evaluation.sets.values())
-    url = next(filter(None, map(url_of, paths)), None)
-    if url is not None and is_of_another_user(config_file):
-        raise ConfigError(
-            f"{config_file} is another user's, whose settings do not choose what is contacted; if "
-            f"you want to ask that server, say so: data.path={url}"
-        )
-
-
-def refuse_links(run_dir: Path) -> None:
-    """Raise ConfigError if one of the run's own names is a link: a run writes in its directory.
-
-    One that came from elsewhere could make it overwrite any file of the user.
-    """
-    for name in sorted(_NAMES):
-        if (run_dir / name).is_symlink():
-            raise ConfigError(
-                f"{run_dir / name} is a link, expected a part of the run; move what it leads to "
-                "into its place, or remove it"
-            )
-
+from pretrain.rundir.metrics_file import read_measurements
+from pretrain.rundir.ownership import make_run_directory, refuse_links
+from pretrain.rundir.run_paths import advice_on
 
 logger = logging.getLogger(__name__)
 
@@ -311,15 +220,15 @@ class RunDir:
     def past(self) -> Past:
         """Return what the run has published, and from where a user wants it to resume."""
         ledger = self.ledger.read()
-        facts = facts_of(ledger, str(self.checkpoints))
+        facts = published_facts(ledger, str(self.checkpoints))
         base = self.config.checkpoint.mirror.rstrip("/")
         stored = last_stored(ledger)
         urls = [f"{base}/{self.identity.name}"] if base else []
         urls += [stored.url] if stored else []
-        if not last_of(ledger, TrainingBegan, Restored):
+        if not last_event(ledger, TrainingBegan, Restored):
             urls = []  # a new run
         asked = asked_step(ledger)
-        return Past(tuple(facts), history_of(ledger), asked, tuple(dict.fromkeys(urls)))
+        return Past(tuple(facts), attempt_history(ledger), asked, tuple(dict.fromkeys(urls)))
 
     def ask_to_resume_from(self, step: int) -> None:
         """Record that a user gives up what the run has published after `step`."""
@@ -331,7 +240,7 @@ class RunDir:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All measurements, oldest first; damaged lines are skipped with a warning."""
-        return list(measurements_of(self.metrics))
+        return list(read_measurements(self.metrics))
 
     @contextlib.contextmanager
     def locked(self, holder: str = "train", is_fenced: bool = False) -> Iterator[None]:
@@ -357,7 +266,7 @@ class RunDir:
 
     def remove_unused(self) -> None:
         """Delete the directory if no run came into being: it holds only locks and logs."""
-        attempts = attempts_of(self.logs)
+        attempts = list_attempts(self.logs)
         logs = [log for attempt in attempts for log in attempt.logged_ranks().values()]
         starts = [attempt.directory / START for attempt in attempts]
         beats = self.heartbeats.glob("ranks-from-*.jsonl")
@@ -437,20 +346,3 @@ def _refusal(key: str, old: Any, new: Any, step: int) -> str:
             change = f"{started[0]} -> {started[1]}"
             return f"{change} (before step {step}; only later phases may change)"
     return ""
-
-
-PACKAGES = ("data_pipeline", "foundation", "pretrain")  # all that a rank runs
-
-
-def code_version() -> str:
-    """Return `VERSION+DIGEST`.
-
-    Equal digests mean equal source files, whether committed, copied or installed.
-    """
-    root = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            content = read_regular(path, SMALL_FILE_BYTES)
-            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
-    return f"{installed_version()}+{digest.hexdigest()[:12]}"

@@ -14,7 +14,7 @@ from foundation.records import Fields, InvalidField
 from pretrain.costs.device_memory import lane_bytes
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.events import TrainingBegan
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.metric_names import set_losses, task_columns
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.law import amount
@@ -127,7 +127,7 @@ def row_of(placed: PlacedCell) -> Row:
     last = ends[-1] if ends else {}
     loss, bits = last.get("loss"), last.get("bits_per_byte")
     seconds = sum(item.get("seconds") or 0 for item in measured if item["kind"] == "train")
-    code = [event.code for event in events_of(run_dir.ledger.read(), TrainingBegan) if event.code]
+    code = [event.code for event in find_events(run_dir.ledger.read(), TrainingBegan) if event.code]
     if step < steps:
         excluded = f"stopped at step {step} of {steps}: mid-schedule"
     elif not last:

@@ -41,7 +41,7 @@ from pretrain.reporting.html import (
     table,
     write_page,
 )
-from pretrain.rundir.run_dir import code_version
+from pretrain.rundir.code_version import code_version
 from pretrain.scaling.fit import BEYOND, TITLES, Fit
 from pretrain.scaling.frontier import Approach, law_of
 from pretrain.scaling.law import (

@@ -7,20 +7,17 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from foundation.errors import ConfigError
-from foundation.files import YAML_SUFFIXES, move, sync_tree
+from foundation.files import YAML_SUFFIXES
 from foundation.settings import load_config
 from foundation.yaml_files import did_you_mean, find_config, read_tree
-from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
-from pretrain.rundir.events import Published
-from pretrain.rundir.metrics_file import cut_measurements_after
-from pretrain.rundir.run_dir import RUNS, RunDir, refuse_foreign_run
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import RUNS
 from pretrain.sweeps.sweep_file import Cell, Sweep, read_sweep
 from pretrain.terminal.text import counted
 
@@ -76,43 +73,6 @@ def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
     ]
     refuse_others((each.path, other_settings(each.path, each.config)) for each in cells)
     return cells
-
-
-def begin_branch(cell: Cell, config: RunConfig, runs: Path) -> None:
-    """Make the run of a cell if it starts from another cell's, unless it is there.
-
-    It has the other's checkpoint of that step and measurements up to it, under the same identity,
-    so that it resumes from there. ConfigError if they differ in more than their names and steps.
-    """
-    target = RunDir(runs / cell.name)
-    if not cell.starts_from or target.exists():
-        return
-    refuse_foreign_run(runs / cell.starts_from)
-    source = RunDir.open(runs / cell.starts_from)
-    saved = step_directory(source.checkpoints, cell.starts_at)
-    own = replace(source.config, name=config.name, checkpoint=config.checkpoint)
-    own = replace(own, optim=replace(own.optim, steps=config.optim.steps))
-    others = source.other_settings(replace(config, name=source.config.name))
-    is_constant = all(
-        optim.schedule.shape == "wsd" and cell.starts_at <= optim.steps - optim.decay_steps
-        for optim in (source.config.optim, own.optim)
-    )
-    if others or not saved.is_dir() or not is_constant:
-        found = ", ".join(f"{key} {change}" for key, change in others.items())
-        raise ConfigError(
-            f"cell {cell.name} cannot start from {saved}: "
-            f"{found or 'there is no such checkpoint, or its rate decays earlier'}; plan again"
-        )
-    made = RunDir(runs / f".{cell.name}.tmp")  # whole, or not there
-    shutil.rmtree(made.path, ignore_errors=True)
-    RunDir.create(made.path, own, branch_of=source.identity)
-    step = step_directory(made.checkpoints, cell.starts_at)
-    shutil.copytree(saved, step)
-    made.ledger.append(Published(step=cell.starts_at, attempt=""))
-    shutil.copy(source.metrics, made.metrics)
-    cut_measurements_after(made.metrics, cell.starts_at)
-    sync_tree(made.path)
-    move(made.path, target.path)
 
 
 def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) -> str:

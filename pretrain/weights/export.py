@@ -62,8 +62,9 @@ from pretrain.engines.engine import Engine, check_precision
 from pretrain.model.parameters import dtype_of, load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.events import TrainingBegan
-from pretrain.rundir.ledger import last_of
-from pretrain.rundir.run_dir import EXPORTED_WEIGHTS, RunDir, run_path
+from pretrain.rundir.history import last_event
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import EXPORTED_WEIGHTS, run_path
 
 FORMAT = 2
 WEIGHTS = EXPORTED_WEIGHTS
@@ -415,7 +416,7 @@ def load_trained(
     require_bytes(config, found.num_bytes, found.directory)
     module = empty_model(config, device)
     load_weights(module, found, ema)
-    began = last_of(run_dir.ledger.read(), TrainingBegan)
+    began = last_event(run_dir.ledger.read(), TrainingBegan)
     tokenizer, home, untrusted = began.tokenizer if began else "", config.data.path, ""
     if url_of(home) is not None and is_of_another_user(run_dir.config_file):
         untrusted = f"{run} is another user's run"

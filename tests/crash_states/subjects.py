@@ -40,12 +40,13 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import init_world
 from pretrain.metrics.writers import MetricsFile
-from pretrain.recovery import faults, starts
+from pretrain.recovery import faults, start_record
 from pretrain.recovery import rewind as rewinds
 from pretrain.rundir.events import Event, Rewind, TrainingEnded
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.ledger import Ledger, events_of, line_of
-from pretrain.rundir.metrics_file import measurement_of
+from pretrain.rundir.history import find_events
+from pretrain.rundir.ledger import Ledger, event_line
+from pretrain.rundir.metrics_file import parse_measurement
 from pretrain.rundir.run_dir import RunDir
 from tests.crash_states.recorder import Recorder
 from tests.crash_states.states import Tree
@@ -148,7 +149,9 @@ def _no_engine(*_: Any, **__: Any) -> io.BytesIO:
 
 def _lines(path: Path, step: int) -> tuple[bytes, ...]:
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return tuple(line for line in lines if (measurement_of(line) or {"step": 1e9})["step"] <= step)
+    return tuple(
+        line for line in lines if (parse_measurement(line) or {"step": 1e9})["step"] <= step
+    )
 
 
 class Run(Subject):
@@ -185,7 +188,7 @@ class Run(Subject):
         self._trees: dict[int, tuple[Any, Any]] = {}
         names = ("tokenizer_of", "split_hash", "corpus_hash")
         self._of_the_corpus: dict[str, Any] = {
-            name: functools.cache(getattr(starts, name)) for name in names
+            name: functools.cache(getattr(start_record, name)) for name in names
         }
         self._heartbeat = Heartbeat(beside / "heartbeats", 0, 0)
         self._heartbeat._closing.set()  # no thread and no process of its own
@@ -220,7 +223,7 @@ class Run(Subject):
 
         def append(file: Ledger, event: Event) -> None:
             original_append(file, event)
-            recorder.tell(Line(line_of(event), event))
+            recorder.tell(Line(event_line(event), event))
             if isinstance(event, TrainingEnded):
                 recorder.tell(Finished(_lines(metrics, event.step)))
 
@@ -301,7 +304,7 @@ class Run(Subject):
             return
         if lines[: len(saved.metrics)] != saved.metrics:
             yield f"step {step} was saved with {len(saved.metrics)} lines, {len(lines)} are left"
-        gone_back = events_of(events, Rewind)[saved.rewinds :]
+        gone_back = find_events(events, Rewind)[saved.rewinds :]
         if any(step > event.to_step for event in gone_back):
             yield f"starts from step {step}, from before the run went back"
 
@@ -343,7 +346,7 @@ class Run(Subject):
             mock.patch.object(
                 object_store, "store_at", lambda url, *_: _Objects(url, self._stored)
             ),
-            mock.patch.multiple(starts, **self._of_the_corpus),
+            mock.patch.multiple(start_record, **self._of_the_corpus),
         ):
             try:
                 run_module.run_training(

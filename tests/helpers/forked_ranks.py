@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pretrain.cli import end_process
 from pretrain.processes.local_ranks import rank_environment, set_parent_death_signal
-from pretrain.rundir.events import EXIT_STOPPED
+from pretrain.rundir.exit_statuses import EXIT_STOPPED
 
 # What a rank would import, also to compile; and what builds of corpora do, which fork from the same
 # server.

@@ -37,7 +37,7 @@ from pretrain.commands.checkpoint import run_verify
 from pretrain.distributed.world import World
 from pretrain.rundir.events import Event, Mirrored, Published, ResumeFrom, Rewind, TrainingBegan
 from pretrain.rundir.ledger import Ledger
-from pretrain.rundir.metrics_file import measurements_of
+from pretrain.rundir.metrics_file import read_measurements
 from pretrain.rundir.restore import restore_run
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import flip_a_bit, rewrite_index
@@ -663,7 +663,7 @@ class CheckpointHistory(HistoryMachine):
     def _check_metrics(self) -> None:
         path = self.run_dir / "metrics.jsonl"
         steps = (
-            [line["step"] for line in measurements_of(path) if line["kind"] == "train"]
+            [line["step"] for line in read_measurements(path) if line["kind"] == "train"]
             if path.exists()
             else []
         )

@@ -41,7 +41,8 @@ from foundation.settings import load_config
 from launcher.slurm import job_supervisor
 from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.task import write_status
-from pretrain.rundir.events import EXIT_STOPPED, Outcome, TrainingBegan, TrainingEnded
+from pretrain.rundir.events import Outcome, TrainingBegan, TrainingEnded
+from pretrain.rundir.exit_statuses import EXIT_STOPPED
 from pretrain.rundir.lock import VARIABLE, Fence, StaleAttempt
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step

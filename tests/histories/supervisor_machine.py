@@ -26,7 +26,7 @@ from launcher.slurm.sbatch import Snapshot, render
 from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import CheckpointConfig, OptimConfig, RunConfig
 from pretrain.rundir.events import JobEnded, JobEndReason, Submitted
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.jobs import job_of
 from tests.histories.runner import HistoryMachine, Problem, told_rule
@@ -327,7 +327,7 @@ class SupervisorHistory(HistoryMachine):
             return
         ledger = self.site.run_dir.ledger.read()
         new, self.num_read = ledger[self.num_read :], len(ledger)
-        ends = [e for e in events_of(new, JobEnded) if e.job == str(job.number)]
+        ends = [e for e in find_events(new, JobEnded) if e.job == str(job.number)]
         for end in ends:
             is_storage = "storage_patience_seconds" in end.message
             if end.reason is JobEndReason.SUPERVISOR_FAILED and not is_storage:

@@ -26,7 +26,7 @@ from torch import Tensor
 import foundation.settings
 import pretrain.metrics.recorder
 import pretrain.recovery.rewind
-import pretrain.recovery.starts
+import pretrain.recovery.start_record
 import pretrain.run
 import pretrain.rundir.run_dir
 from data_pipeline.corpora import fetch, stores
@@ -280,8 +280,12 @@ def toy_runs(store: ToyStore, plan: Plan) -> Iterator[None]:
         (pretrain.run, "gc", types.SimpleNamespace(collect=lambda: None)),
         (pretrain.metrics.recorder, "measured_matmul_peak", lambda *arguments: 1e9),
         (pretrain.metrics.recorder.SlownessMeter, "_tick", lambda *arguments: None),
-        (pretrain.recovery.starts, "environment_of_rank", lambda *_: {"hosts of NCCL": "toy"}),
-        (pretrain.recovery.starts, "code_version", lambda *arguments: "toy"),
+        (
+            pretrain.recovery.start_record,
+            "own_environment",
+            lambda *_: {"hosts of NCCL": "toy"},
+        ),
+        (pretrain.recovery.start_record, "code_version", lambda *arguments: "toy"),
         (foundation.settings, "get_type_hints", cache(get_type_hints)),
         (pretrain.rundir.run_dir, "load_config", _cached_load_config),
         # A spike is found after few steps: histories are short.

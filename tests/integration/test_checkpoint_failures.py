@@ -15,8 +15,9 @@ from pretrain.checkpoint.directory import MARKER, steps_on_disk
 from pretrain.checkpoint.verify import latest_step, steps_that_count, verify
 from pretrain.cli import main
 from pretrain.rundir.compare_runs import run_differences
-from pretrain.rundir.events import EXIT_SITE_FAILED, OutOfMemory, TrainingBegan
-from pretrain.rundir.ledger import events_of, is_finished
+from pretrain.rundir.events import OutOfMemory, TrainingBegan
+from pretrain.rundir.exit_statuses import EXIT_SITE_FAILED
+from pretrain.rundir.history import find_events, is_finished
 from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.forked_runs import EVALUATED, FAILS_AT, STEPS, make_runs
@@ -83,7 +84,7 @@ def test_a_full_disk_ends_a_save_in_a_line_and_spares_older_ones(experiment, run
     assert train(experiment, run_dir, LONGER) == 0
     assert steps_of(run_dir, "train") == list(range(1, 31))
     assert "threads 1 -> 2\n" in capsys.readouterr().err
-    first, second, third = events_of(run_dir.ledger.read(), TrainingBegan)
+    first, second, third = find_events(run_dir.ledger.read(), TrainingBegan)
     assert first.environment == second.environment, "the same machine, so nothing to say"
     assert third.environment == {**first.environment, "threads": "2"}
     assert third.changes == {"threads": ("1", "2")}
@@ -157,7 +158,7 @@ def test_a_rank_that_loses_sight_of_the_run_directory_makes_none_of_its_own(outp
 @pytest.mark.slow
 def test_memory_that_a_cpu_lacks_halves_the_lanes_and_a_save_needs_no_new_thread(output):
     run_dir = RunDir(output / "no-memory")
-    lanes = [event.micro_batch_lanes for event in events_of(run_dir.ledger.read(), OutOfMemory)]
+    lanes = [event.micro_batch_lanes for event in find_events(run_dir.ledger.read(), OutOfMemory)]
     assert lanes == [8, 4, 2]
     assert steps_that_count(run_dir.checkpoints) == [2, 4]
 
@@ -167,7 +168,7 @@ def test_memory_that_a_cpu_lacks_halves_the_lanes_and_a_save_needs_no_new_thread
 
 def resumed(output: Path, name: str) -> list[tuple[int, bool]]:
     """The step of each resumption, and whether it was local."""
-    events = events_of(RunDir(output / name).ledger.read(), TrainingBegan)
+    events = find_events(RunDir(output / name).ledger.read(), TrainingBegan)
     return [(event.step, event.local) for event in events if event.step]
 
 

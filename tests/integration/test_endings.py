@@ -16,7 +16,8 @@ from pretrain.engines.deepspeed_engine import DeepSpeedEngine
 from pretrain.metrics import recorder
 from pretrain.metrics.writers import MetricsFile
 from pretrain.rundir.events import Rewind, Slowdown
-from pretrain.rundir.ledger import Ledger, events_of
+from pretrain.rundir.history import find_events
+from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.run_dir import RunDir
 from pretrain.train import Parts
 from tests.helpers.forked_runs import PLAIN, Runs
@@ -57,7 +58,7 @@ def test_under_each_stage_a_rank_with_nan_is_named_and_nothing_is_saved(runs, st
     name = f"stage-{stage}-{precision}"
     more = (f"engine.zero_stage={stage}", f"engine.precision={precision}")
     runs.train(name, *more, first=spoil)
-    (rewound,) = events_of(RunDir(runs.output / name).ledger.read(), Rewind)
+    (rewound,) = find_events(RunDir(runs.output / name).ledger.read(), Rewind)
     assert rewound.to_step == 6
     assert rewound.spike.first_step == 10
     assert "has NaN or inf in " in rewound.spike.problem
@@ -141,7 +142,7 @@ def test_a_stopped_rank_is_named_wherever_it_is(runs):
     more = (*PLAIN, "optim.steps=6", "metrics.interval=2", "checkpoint.interval=9")
     runs.train("stopped", *more, first=stop_for_seconds)
     run_dir = RunDir(runs.output / "stopped")
-    named = events_of(run_dir.ledger.read(), Slowdown)
+    named = find_events(run_dir.ledger.read(), Slowdown)
     assert [(event.rank, event.step) for event in named] == [(1, 4), (1, 6)]
     assert all(event.seconds >= 7 for event in named)
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]

@@ -14,7 +14,7 @@ from pretrain.config.evaluation_sets import check_same_sets, evaluation_sets
 from pretrain.config.run import DataConfig, EvaluationConfig, RunConfig
 from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import TrainingBegan
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -116,7 +116,7 @@ def test_reports_and_tables_have_the_losses_of_sets(places, trained, resumed, tm
 def test_a_resume_may_add_and_remove_sets_but_not_change_a_sets_text(places, resumed, capsys):
     names = [["a", "b", "beside", "early"], ["a", "b", "beside", "late"]]
     assert [list(set_losses(line)) for line in evaluations_of(resumed)] == names
-    first, last = events_of(resumed.ledger.read(), TrainingBegan)
+    first, last = find_events(resumed.ledger.read(), TrainingBegan)
     assert [list(first.sets), list(last.sets)] == names
     assert first.sets["b"] == first.sets["early"] == last.sets["late"] != last.sets["beside"]
     assert train(places, resumed, f"evaluation.sets.b={places['c']}") == 2

@@ -13,14 +13,14 @@ from launcher.cli import main
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.events import Slowdown
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.jobs import until
 from tests.integration.test_checkpoint_failures import SETTINGS
 
 
 def stalls_in(run_dir: RunDir) -> list[Slowdown]:
-    return [each for each in events_of(run_dir.ledger.read(), Slowdown) if each.ratio is None]
+    return [each for each in find_events(run_dir.ledger.read(), Slowdown) if each.ratio is None]
 
 
 @pytest.mark.slow

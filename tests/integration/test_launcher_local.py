@@ -21,8 +21,9 @@ from pretrain.cli import main as pretrain
 from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.compare_runs import differing_losses
-from pretrain.rundir.events import EXIT_STOPPED, AttemptEnded, OutOfMemory
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.events import AttemptEnded, OutOfMemory
+from pretrain.rundir.exit_statuses import EXIT_STOPPED
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.full_disk import full_disk
@@ -154,9 +155,9 @@ def test_attempts_lost_in_four_ways_change_no_loss(experiment, undisturbed, tmp_
     steps = [line["step"] for line in run_dir.read_metrics() if line["kind"] == "train"]
     assert steps == list(range(1, STEPS + 1))
     events = run_dir.ledger.read()
-    (lacking,) = events_of(events, OutOfMemory)
+    (lacking,) = find_events(events, OutOfMemory)
     assert (lacking.rank, lacking.micro_batch_lanes) == (1, 4)
-    ended = events_of(events, AttemptEnded)
+    ended = find_events(events, AttemptEnded)
     assert ended[0].first_failure == 1
     reasons = [each.reason.value for each in ended]
     assert reasons == ["out_of_memory", "rank_failed", "stop_requested", "finished"]

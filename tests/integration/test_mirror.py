@@ -16,7 +16,7 @@ from pretrain.cli import main as pretrain
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import Mirrored, Restored, TrainingBegan
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.forked_ranks import ForkedRanks
 from tests.helpers.stores import client, make_bucket
@@ -70,8 +70,8 @@ def test_a_run_whose_disk_is_gone_resumes_from_the_store(
     program = partial(pretrain, ["train", str(experiment), mirror, f"--run-dir={first.path}"])
     ranks = ForkedRanks(2, program, tmp_path, **{VARIABLE: "sigterm-in-evaluation@10"})
     assert ranks.wait() == [75, 75]
-    assert events_of(first.ledger.read(), Mirrored)[-1].step == 10
-    assert not any(event.problem for event in events_of(first.ledger.read(), Mirrored))
+    assert find_events(first.ledger.read(), Mirrored)[-1].step == 10
+    assert not any(event.problem for event in find_events(first.ledger.read(), Mirrored))
     assert steps_listed(s3_endpoint, bucket)[-1] == 10
     assert read_state(first.path).mirrored == 10
     shutil.rmtree(first.path)
@@ -81,8 +81,8 @@ def test_a_run_whose_disk_is_gone_resumes_from_the_store(
     assert pretrain(["train", str(experiment), f"--run-dir={second.path}", mirror]) == 0
     assert differing_losses(undisturbed, second, 1e-5) == []
     events = second.ledger.read()
-    assert events_of(events, Restored) == [Restored(step=10, url=url)]
-    assert events_of(events, TrainingBegan)[-1].step == 10
+    assert find_events(events, Restored) == [Restored(step=10, url=url)]
+    assert find_events(events, TrainingBegan)[-1].step == 10
     steps = [line["step"] for line in second.read_metrics() if line["kind"] == "train"]
     assert steps == list(range(1, STEPS + 1))
     # The store keeps what the run's retention keeps, and nothing else.
@@ -101,7 +101,7 @@ def test_a_store_that_is_away_costs_nothing_and_gets_the_checkpoint_later(
         patch.setattr(mirror, "FINISH_SECONDS", 0.5)
         assert pretrain(command) == 0
     assert differing_losses(undisturbed, run_dir) == []
-    failed = [each for each in events_of(run_dir.ledger.read(), Mirrored) if each.problem]
+    failed = [each for each in find_events(run_dir.ledger.read(), Mirrored) if each.problem]
     assert (failed[-1].step, failed[-1].url) == (STEPS, f"{bucket}-away/runs/tiny")
     assert len(failed) <= 2, "one for the failure that lasts, one for the end"
     assert caplog.text.count("training continues") <= 1

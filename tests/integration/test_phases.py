@@ -25,7 +25,7 @@ from pretrain.recovery.faults import VARIABLE
 from pretrain.run import build_engine
 from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import TrainingEnded
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.forked_ranks import ForkedRanks
@@ -84,7 +84,7 @@ def test_each_phase_reads_its_own_data_in_its_own_lanes(corpora, uninterrupted):
     assert re.search("phase 2 .* 12: 8 lanes", said)
     alone, *mixed = (Corpus.open(path / "train") for path in (corpora[0], *corpora))
     mixture = Mixture(mixed, [Fraction(1), Fraction(2)])
-    ends = events_of(run_dir.ledger.read(), TrainingEnded)
+    ends = find_events(run_dir.ledger.read(), TrainingEnded)
     phases = zip(ends, (alone, mixture, mixture), (4, 4, 8), strict=True)
     for number, (event, data, lanes) in enumerate(phases):
         assert (event.step, event.lanes) == (6 * (number + 1), lanes)

@@ -16,7 +16,7 @@ from data_pipeline.cli import main as data_pipeline
 from pretrain.cli import main
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.events import Rewind, Slowdown, TrainingBegan, TrainingEnded
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers import live_models
 from tests.helpers.corpora import config_of, make_text
@@ -97,7 +97,7 @@ def audited(experiment: Path, steps: range, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_a_poisoned_document_makes_the_run_rewind_and_is_skipped(recovered, experiment, capsys):
-    rewinds = events_of(recovered.ledger.read(), Rewind)
+    rewinds = find_events(recovered.ledger.read(), Rewind)
     assert [rewind.to_step for rewind in rewinds] == [160], "keep_last=1 kept it beside 180"
     assert (rewinds[0].spike.loss or 0.0) > (rewinds[0].spike.usual or 0.0) + 0.5
     begin, end = rewinds[0].segments
@@ -109,14 +109,14 @@ def test_a_poisoned_document_makes_the_run_rewind_and_is_skipped(recovered, expe
 
 @pytest.mark.slow
 def test_a_recovered_run_killed_afterwards_resumes_bitwise(killed, recovered):
-    events = events_of(recovered.ledger.read(), TrainingBegan, TrainingEnded)
+    events = find_events(recovered.ledger.read(), TrainingBegan, TrainingEnded)
     assert [event.step for event in events] == [0, 160, 200, STEPS]
     assert steps_of(recovered)[:210] == steps_of(killed)
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_slower_than_the_others_is_named(recovered):
-    slowdowns = events_of(recovered.ledger.read(), Slowdown)
+    slowdowns = find_events(recovered.ledger.read(), Slowdown)
     since = [event for event in slowdowns if event.ratio is not None and event.step > 200]
     assert 1 in {event.rank for event in since if (event.ratio or 0.0) > 1.5}
 

@@ -21,14 +21,9 @@ from pretrain.processes.leaving import leave_group
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.recovery.faults import VARIABLE as FAULT
 from pretrain.rundir import attempt_files
-from pretrain.rundir.events import (
-    EXIT_OUT_OF_MEMORY,
-    EXIT_STOPPED,
-    AttemptEnded,
-    AttemptReason,
-    OutOfMemory,
-)
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.events import AttemptEnded, AttemptReason, OutOfMemory
+from pretrain.rundir.exit_statuses import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.watchdog import under_watchdog
 from tests.gpu_stubs.devices import SITE, Stub, install
@@ -113,10 +108,10 @@ def test_memory_that_runs_out_on_one_rank_is_the_reason_although_groups_wait_at_
     options = ("optim.steps=4", "engine.watchdog_timeout_seconds=600")
     command = ["local", str(experiment), "--ranks=2", f"--run-dir={run_dir.path}"]
     assert main([*command, *SETTINGS, *options]) == 0
-    first, last = events_of(run_dir.ledger.read(), AttemptEnded)
+    first, last = find_events(run_dir.ledger.read(), AttemptEnded)
     assert (first.reason, first.first_failure) == (AttemptReason.OUT_OF_MEMORY, 1)
     assert last.reason is AttemptReason.FINISHED
-    (shortage,) = events_of(run_dir.ledger.read(), OutOfMemory)
+    (shortage,) = find_events(run_dir.ledger.read(), OutOfMemory)
     assert first.time - shortage.time < 120, "seconds, and the grace of the other rank"
 
 

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from foundation.files import write_text
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
-from pretrain.rundir.run_dir import RunDir, code_version
+from pretrain.rundir.code_version import code_version
+from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import row_of
 from pretrain.sweeps.cells import cells_of, config_of
 from pretrain.sweeps.sweep_file import read_sweep

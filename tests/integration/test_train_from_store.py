@@ -19,7 +19,7 @@ from pretrain.cli import main as pretrain
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import TrainingEnded
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.forked_ranks import ForkedRanks
@@ -62,7 +62,7 @@ def test_a_bucket_trains_as_the_disk_does_even_killed(corpus, tmp_path, bucket, 
     assert sum(path.stat().st_size for path in (cache / "shards").iterdir()) <= limit
     assert ForkedRanks(2, program, tmp_path).wait() == [0, 0]
     assert differing_losses(local, remote, 1e-5) == []
-    end = events_of(remote.ledger.read(), TrainingEnded)[-1]
+    end = find_events(remote.ledger.read(), TrainingEnded)[-1]
     assert end.tokens_of_corpora == {f"{url}/train": STEPS * 2 * 512}
 
 

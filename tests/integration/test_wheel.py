@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.events import TrainingBegan
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkout import ROOT
 
@@ -101,5 +101,5 @@ def test_shipped_configurations_are_found_and_a_run_trains_and_resumes(programs,
     small += ("evaluation.max_tokens=200", "optim.schedule.warmup_steps=1")
     for steps in (2, 3):
         run(programs, tmp_path, *train, *small, f"optim.steps={steps}")
-    starts = events_of(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
+    starts = find_events(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
     assert [event.step for event in starts] == [0, 2]

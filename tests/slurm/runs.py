@@ -30,7 +30,7 @@ from pretrain.rundir.events import (
     TrainingBegan,
     TrainingEnded,
 )
-from pretrain.rundir.ledger import events_of, last_of
+from pretrain.rundir.history import find_events, last_event
 from pretrain.rundir.run_dir import RunDir
 from tests.slurm.lab import SlurmLab
 
@@ -115,7 +115,7 @@ class SlurmRun:
         return max((line["step"] for line in self.dir.read_metrics()), default=0)
 
     def events(self, *kinds: type[E]) -> list[E]:
-        return events_of(self.dir.ledger.read(), *kinds)
+        return find_events(self.dir.ledger.read(), *kinds)
 
     def ends(self) -> list[str]:
         """Why each start of the job ended."""
@@ -184,7 +184,7 @@ class SlurmRun:
         return steps_on_disk(self.dir.checkpoints)
 
     def _num_ranks(self) -> int:
-        began = last_of(self.dir.ledger.read(), TrainingBegan)
+        began = last_event(self.dir.ledger.read(), TrainingBegan)
         assert began is not None
         return began.world_size
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.events import (
-    NEVER_STARTED,
     AttemptEnded,
     JobEndReason,
     JobStarted,
@@ -26,7 +25,8 @@ from pretrain.rundir.events import (
     NodeReplaced,
     ReplacedBecause,
 )
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.exit_statuses import NEVER_STARTED
+from pretrain.rundir.history import find_events
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
 from tests.slurm.runs import INTERVAL, NEAR, Runs, SlurmRun, assert_status, in_background
@@ -109,7 +109,7 @@ def unauthenticated(others: Runs, forgotten: SlurmRun) -> SlurmRun:
 
 def counted(run: SlurmRun) -> list[AttemptEnded]:
     """The attempts that ended and count."""
-    ended = events_of(run.dir.ledger.read(), AttemptEnded)
+    ended = find_events(run.dir.ledger.read(), AttemptEnded)
     return [each for each in ended if each.next is not NextAction.STOPPED]
 
 

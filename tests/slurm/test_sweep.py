@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.events import JobEnded, JobStarted, SupervisorKilled, TrainingBegan
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.jobs import until
@@ -85,8 +85,8 @@ def test_six_cells_of_an_array_are_completed_though_three_were_killed(lab: Slurm
     for cell in KILLED:
         assert losses(folder, cell) == losses(folder, f"{cell}-again")
         ledger = RunDir(folder / "runs" / cell).ledger.read()
-        assert len(events_of(ledger, TrainingBegan)) == 2
-        assert len(events_of(ledger, SupervisorKilled)) == (KILLED[cell] == SUPERVISOR)
+        assert len(find_events(ledger, TrainingBegan)) == 2
+        assert len(find_events(ledger, SupervisorKilled)) == (KILLED[cell] == SUPERVISOR)
 
 
 def test_a_canceled_and_an_unrequeuable_run_wait_until_they_are_resumed(lab, folder):
@@ -112,12 +112,12 @@ def test_a_canceled_and_an_unrequeuable_run_wait_until_they_are_resumed(lab, fol
     steps = len(losses(folder, "alone"))
     until(lambda: len(losses(folder, "alone")) >= steps + 20)
     lab.run("scontrol", "update", "PartitionName=main", "PreemptMode=CANCEL", "GraceTime=0")
-    (node,) = events_of(RunDir(run).ledger.read(), JobStarted)[-1].nodes
+    (node,) = find_events(RunDir(run).ledger.read(), JobStarted)[-1].nodes
     urgent = ["-p", "urgent", "-w", node, "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"]
     assert lab.run("sbatch", *urgent).returncode == 0
     until(lambda: state() == "preempted")
     lab.run("scontrol", "update", "PartitionName=main", "PreemptMode=REQUEUE", "GraceTime=30")
-    assert events_of(RunDir(run).ledger.read(), JobEnded)[-1].is_final
+    assert find_events(RunDir(run).ledger.read(), JobEnded)[-1].is_final
     assert " continues " in launcher("resume", str(run))
     until(lambda: state() == "done")
     assert len(losses(folder, "alone")) == 5 * STEPS

@@ -17,11 +17,11 @@ import pytest
 
 from foundation.settings import load_config
 from pretrain.config.run import RunConfig
-from pretrain.rundir import run_dir
+from pretrain.rundir.code_version import CODE_PACKAGES as VERSIONED_PACKAGES
 from tests.helpers.checkout import ROOT
 
-PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
-MODULES = tuple(sorted(path for each in PACKAGES for path in (ROOT / each).rglob("*.py")))
+CODE_PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
+MODULES = tuple(sorted(path for each in CODE_PACKAGES for path in (ROOT / each).rglob("*.py")))
 MAY_IMPORT = {
     "foundation": {"foundation"},
     "data_pipeline": {"foundation", "data_pipeline"},
@@ -74,7 +74,7 @@ def test_imports_go_in_one_direction_and_to_their_homes():
         for imported in imports_of(path):
             first = imported.split(".")[0]
             assert first not in ("benchmarks", "tests"), f"{name} imports {imported}"
-            if first in PACKAGES:
+            if first in CODE_PACKAGES:
                 assert first in MAY_IMPORT[name.split("/")[0]], f"{name} imports {imported}"
             for dependency, homes in HOMES.items():
                 if imported == dependency or imported.startswith(dependency + "."):
@@ -203,7 +203,7 @@ def test_json_without_nan_is_made_in_one_place():
 
 
 def test_the_version_of_the_code_covers_all_packages_that_a_rank_runs():
-    assert set(run_dir.PACKAGES) == {"pretrain", *MAY_IMPORT["pretrain"]}
+    assert set(VERSIONED_PACKAGES) == {"pretrain", *MAY_IMPORT["pretrain"]}
 
 
 # Functions that write to disk besides the doors in foundation/files.py, and why what they write may
@@ -218,7 +218,7 @@ MAY_BE_LOST = {
     "pretrain/checkpoint/disk.py:write_file": "a rank's file: synced there",
     "pretrain/rundir/restore.py:restore_run": "what arrives: moved, then removed",
     "pretrain/checkpoint/object_store.py:read_index": "what arrives: moved by restore",
-    "pretrain/sweeps/cells.py:begin_branch": "a branch: sync_tree, then moved",
+    "pretrain/rundir/branch.py:begin_branch": "a branch: sync_tree, then moved",
     "pretrain/weights/export.py:write_weights": "weights: synced there",
     # temporary: removed by its writer, or by the next one
     "data_pipeline/corpora/fetch.py:_upload": "links for an upload",

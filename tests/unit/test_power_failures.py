@@ -18,7 +18,7 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.builder.journal import BuildJournal
 from foundation.files import append_whole, atomic_write, make_directory, move, sync_tree
 from pretrain.rundir.events import Rewind, Spike, TrainingBegan
-from pretrain.rundir.ledger import Ledger, line_of
+from pretrain.rundir.ledger import Ledger, event_line
 from pretrain.weights.export import new_directory
 from tests.helpers.corpora import config_of, contents
 
@@ -78,7 +78,7 @@ EVENTS = [
     Rewind(spike=Spike(8, 9, 9.0, 3.0), to_step=6, segments=(7, 19)),
     TrainingBegan(step=6, world_size=1),
 ]
-LAST = line_of(EVENTS[2])
+LAST = event_line(EVENTS[2])
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ LAST = line_of(EVENTS[2])
 )
 def test_what_a_cut_left_of_an_event_goes_with_the_next_one(tmp_path, caplog, left):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    whole = b"".join(map(line_of, EVENTS[:2]))
+    whole = b"".join(map(event_line, EVENTS[:2]))
     ledger.path.write_bytes(whole + left)
     ledger.append(EVENTS[2])
     assert ledger.path.read_bytes().startswith(whole + b'{"time"')

@@ -34,7 +34,7 @@ from foundation.records import json_text
 from foundation.settings import assert_never, to_tree
 from pretrain.config.phases import spans_of_phases
 from pretrain.costs.flops import model_in_words, parameters_of
-from pretrain.rundir.run_dir import code_version
+from pretrain.rundir.code_version import code_version
 from pretrain.weights.export import WEIGHTS, TrainedModel, new_directory, write_weights
 
 ROOT = Path(__file__).parents[3]  # the folder of our packages

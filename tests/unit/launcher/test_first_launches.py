@@ -19,7 +19,7 @@ from pretrain.distributed.world import world_from_environment
 from pretrain.engines.deepspeed_engine import _import_deepspeed
 from pretrain.processes.node_check import reason_of, unmeasured
 from pretrain.processes.node_findings import RankMeasurement
-from pretrain.rundir.events import NEVER_STARTED
+from pretrain.rundir.exit_statuses import NEVER_STARTED
 from tests.gpu_stubs.devices import Stub, cuda_functions
 
 ROOT = Path(__file__).parents[3]

@@ -10,9 +10,6 @@ import pytest
 from foundation.errors import EXIT_NODE_UNUSABLE
 from launcher.run_state import read_state
 from pretrain.rundir.events import (
-    EXIT_SITE_FAILED,
-    EXIT_STOPPED,
-    NEVER_STARTED,
     AttemptEnded,
     JobEnded,
     JobEndReason,
@@ -21,7 +18,8 @@ from pretrain.rundir.events import (
     NodesUnready,
     TrainingBegan,
 )
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.exit_statuses import EXIT_SITE_FAILED, EXIT_STOPPED, NEVER_STARTED
+from pretrain.rundir.history import find_events
 from tests.helpers.batch_jobs import BEGAN, PATIENCE, BatchJob
 from tests.helpers.checkpoints import publish_step
 
@@ -45,7 +43,7 @@ def last_end(batch: BatchJob) -> JobEnded:
 @pytest.mark.parametrize("statuses", [UNSTARTED, (NEVER_STARTED, NEVER_STARTED), SITE])
 def test_what_is_not_the_runs_fault_is_waited_for_and_never_counted(batch, statuses):
     assert batch.run(statuses=[statuses] * 6 + [STOPPED]) == EXIT_STOPPED
-    *failed, stopped = events_of(batch.run_dir.ledger.read(), AttemptEnded)
+    *failed, stopped = find_events(batch.run_dir.ledger.read(), AttemptEnded)
     assert [(each.next, each.without_progress) for each in failed] == [(NextAction.RETRY, 0)] * 6
     assert stopped.next is NextAction.STOPPED
     assert 150 < batch.clock.time < PATIENCE, "with growing pauses"
@@ -151,7 +149,7 @@ def test_ranks_that_somebody_stopped_are_no_evidence_against_the_run(batch):
         assert batch.run(statuses=[(-9, -9)], was_stopped=True) == EXIT_STOPPED
     assert batch.new_events() == ["JobStarted", "AttemptEnded", "stop_requested"] * 4
     assert all(
-        not each.without_progress for each in events_of(batch.run_dir.ledger.read(), AttemptEnded)
+        not each.without_progress for each in find_events(batch.run_dir.ledger.read(), AttemptEnded)
     )
 
 
@@ -162,7 +160,7 @@ def test_a_run_that_finds_only_unusable_nodes_is_refused_unless_it_has_trained(b
     if has_trained:
         batch.write(BEGUN)
     assert batch.run(statuses=[(EXIT_NODE_UNUSABLE, -9)]) == (EXIT_STOPPED if has_trained else 2)
-    attempts = events_of(batch.run_dir.ledger.read(), AttemptEnded)
+    attempts = find_events(batch.run_dir.ledger.read(), AttemptEnded)
     assert (len(attempts) == 3) is (not has_trained)
     assert (batch.clock.time < 60) is (not has_trained)
 
@@ -181,7 +179,7 @@ def test_nodes_are_probed_before_each_attempt_and_one_that_comes_back_is_used(ba
     assert batch.run(statuses=[STOPPED], probe=probe) == EXIT_STOPPED
     assert batch.nodes_of_steps == [("n1", "n2")]
     assert batch.new_events() == ["JobStarted", "NodesUnready", "AttemptEnded", "stop_requested"]
-    assert events_of(batch.run_dir.ledger.read(), NodesUnready)[0].problems == BLIND
+    assert find_events(batch.run_dir.ledger.read(), NodesUnready)[0].problems == BLIND
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,6 @@ from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import (
-    EXIT_OUT_OF_MEMORY,
-    EXIT_SITE_FAILED,
-    EXIT_STOPPED,
-    NEVER_STARTED,
     AttemptEnded,
     AttemptReason,
     Event,
@@ -42,6 +38,12 @@ from pretrain.rundir.events import (
     Submitted,
     TrainingBegan,
     TrainingEnded,
+)
+from pretrain.rundir.exit_statuses import (
+    EXIT_OUT_OF_MEMORY,
+    EXIT_SITE_FAILED,
+    EXIT_STOPPED,
+    NEVER_STARTED,
 )
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.batch_jobs import BatchJob

@@ -33,8 +33,6 @@ from launcher.slurm.srun import (
 )
 from pretrain.config.cluster import ClusterConfig
 from pretrain.rundir.events import (
-    EXIT_STOPPED,
-    NEVER_STARTED,
     JobEnded,
     JobEndReason,
     JobStarted,
@@ -42,6 +40,7 @@ from pretrain.rundir.events import (
     ReplacedBecause,
     SupervisorKilled,
 )
+from pretrain.rundir.exit_statuses import EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.lock import StaleAttempt
 from tests.helpers.jobs import THIS_JOB, fake_commands, until
 

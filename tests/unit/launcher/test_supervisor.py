@@ -23,14 +23,14 @@ from pretrain.config.run import RunConfig
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.events import (
-    EXIT_STOPPED,
     AttemptEnded,
     AttemptReason,
     Interrupted,
     NextAction,
     TrainingBegan,
 )
-from pretrain.rundir.ledger import events_of
+from pretrain.rundir.exit_statuses import EXIT_STOPPED
+from pretrain.rundir.history import find_events
 from pretrain.rundir.lock import read_lock
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
@@ -50,7 +50,7 @@ def starter(command: Sequence[str], num_ranks: int, run_dir: RunDir) -> Callable
 
 
 def stop_at_the_first_failure(run_dir: RunDir, stop: StopSignals) -> None:
-    until(lambda: events_of(run_dir.ledger.read(), AttemptEnded), 300)
+    until(lambda: find_events(run_dir.ledger.read(), AttemptEnded), 300)
     stop.received.append(signal.SIGINT)
     stop.requests += 1
 
@@ -166,7 +166,9 @@ def test_sigterm_ends_the_wait_for_a_full_disk(run_dir, caplog):
     assert status == EXIT_STOPPED
     assert f"{run_dir.path}: " in caplog.text
     # the ledger's few bytes still fit
-    assert events_of(run_dir.ledger.read(), Interrupted) == [Interrupted(signal="SIGTERM", step=0)]
+    assert find_events(run_dir.ledger.read(), Interrupted) == [
+        Interrupted(signal="SIGTERM", step=0)
+    ]
 
 
 def test_a_stop_that_no_ledger_can_take_is_in_the_log(run_dir, caplog):
@@ -191,7 +193,7 @@ def test_a_run_whose_last_step_is_not_saved_is_not_finished(run_dir):
     policy = RestartPolicy(attempts_without_progress=2, first_delay=0.0)
     status = Supervisor(run_dir, starter(["true"], 1, run_dir), policy, StopSignals()).run()
     assert status == 2
-    ended = events_of(run_dir.ledger.read(), AttemptEnded)
+    ended = find_events(run_dir.ledger.read(), AttemptEnded)
     assert [each.next for each in ended] == [NextAction.RETRY, NextAction.GIVE_UP]
     assert {each.reason for each in ended} == {AttemptReason.UNSAVED}
     publish_step(run_dir.checkpoints, run_dir.config.optim.steps)
@@ -211,7 +213,7 @@ def test_a_job_without_its_nodes_starts_no_attempt_and_counts_none(run_dir, comm
     status = Supervisor(run_dir, starts, RestartPolicy(), StopSignals(), **more).run()
     assert status == EXIT_STOPPED
     assert asked == [0, 1][:lost_at]
-    assert not events_of(run_dir.ledger.read(), AttemptEnded)
+    assert not find_events(run_dir.ledger.read(), AttemptEnded)
 
 
 @pytest.mark.parametrize("job", [None, "17"])
@@ -260,7 +262,7 @@ def test_another_sigterm_reaches_ranks_that_wait_for_storage_and_kills_none(run_
 
     with signal_when(stop, has_got("0"), has_got("1")):
         Supervisor(run_dir, waits, RestartPolicy(), stop).run()
-    (ended,) = events_of(run_dir.ledger.read(), AttemptEnded)
+    (ended,) = find_events(run_dir.ledger.read(), AttemptEnded)
     assert (ended.statuses, ended.reason) == ((75,), AttemptReason.STOP_REQUESTED)
 
 

@@ -25,11 +25,7 @@ from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.facts import EVER, History
 from pretrain.checkpoint.index import Checkpoint
-from pretrain.checkpoint.load import (
-    load_fragments,
-    restore_counters,
-    restore_random_state,
-)
+from pretrain.checkpoint.load import load_fragments, restore_counters, restore_random_state
 from pretrain.checkpoint.local_checkpoints import MAY_DIFFER, LocalCheckpoints
 from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.checkpoint.transfer import SaveProblem
@@ -40,7 +36,7 @@ from pretrain.engines.engine import Engine
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.run import build_engine
 from pretrain.rundir.events import Restored, Rewind, Spike, TrainingBegan
-from pretrain.rundir.ledger import history_of
+from pretrain.rundir.history import attempt_history
 from pretrain.rundir.lock import Fence, StaleAttempt
 from pretrain.state import TrainState
 from tests.helpers.checkpoints import publish_step
@@ -328,7 +324,7 @@ RESTORED = Restored(step=40, url="s3://bucket/run")
     ],
 )
 def test_an_attempt_stands_up_to_where_a_later_start_or_a_rewind_went_back_to(ledger, standing):
-    assert history_of(ledger).standing == standing
+    assert attempt_history(ledger).standing == standing
 
 
 def test_a_link_in_the_place_of_a_runs_folder_ends_no_run(world, tmp_path, caplog):

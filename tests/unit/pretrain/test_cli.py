@@ -15,7 +15,7 @@ from pretrain.cli import COMMANDS, main
 from pretrain.cli import main as pretrain
 from pretrain.config.run import ModelConfig, RunConfig
 from pretrain.engines.engine import is_out_of_memory
-from pretrain.rundir.events import EXIT_SITE_FAILED
+from pretrain.rundir.exit_statuses import EXIT_SITE_FAILED
 from pretrain.rundir.run_dir import RunDir
 from pretrain.sweeps.cells import find_runs, runs_of
 from pretrain.terminal.text import counted, distinguished, fitted_table, si, step_time, text_table

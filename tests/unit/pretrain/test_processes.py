@@ -50,10 +50,11 @@ from pretrain.processes.device import (
     write_last_collectives,
 )
 from pretrain.recovery import starts
-from pretrain.recovery.starts import environment_changes, environment_of_rank
+from pretrain.recovery.environment import environment_changes, own_environment
 from pretrain.run import set_threads_of_rank
 from pretrain.rundir.attempt_files import AttemptFiles
-from pretrain.rundir.run_dir import PACKAGES, RunDir, code_version
+from pretrain.rundir.code_version import CODE_PACKAGES, code_version
+from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import precision_on
 from tests.helpers.checkout import ROOT
 from tests.helpers.choices import choices_of
@@ -313,7 +314,7 @@ def test_the_openmp_of_a_command_spins_for_a_thousand_rounds_and_no_longer():
 
 
 def test_no_start_is_called_different_for_how_its_threads_wait() -> None:
-    found = environment_of_rank(torch.device("cpu"), RunConfig())
+    found = own_environment(torch.device("cpu"), RunConfig())
     assert not environment_changes({**found, "threads wait": "another"}, found)
     assert environment_changes({**found, "threads": "97"}, found)
 
@@ -326,10 +327,10 @@ def test_a_start_records_the_configurations_of_a_hybrids_kernels(monkeypatch) ->
     found = []
     for model, settings in ((hybrid, engine), (ModelConfig(vocab_size=8), engine), (hybrid, None)):
         run = RunConfig(model=model, engine=settings or EngineConfig())
-        found.append(environment_of_rank(torch.device("cuda"), run)["delta rule"])
+        found.append(own_environment(torch.device("cuda"), run)["delta rule"])
     monkeypatch.setitem(CONFIGURATIONS, next(iter(CONFIGURATIONS)), ({"BT": 64}, 4, 3))
     run = RunConfig(model=hybrid, engine=engine)
-    other = environment_of_rank(torch.device("cuda"), run)["delta rule"]
+    other = own_environment(torch.device("cuda"), run)["delta rule"]
     assert found[0].startswith("fla-core 0.6.0, configurations ")
     assert found[1:] == ["none", "none"]
     assert other not in found
@@ -377,14 +378,14 @@ def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(
 
 
 def version_of(copy: Path) -> str:
-    code = "from pretrain.rundir.run_dir import code_version; print(code_version(), end='')"
+    code = "from pretrain.rundir.code_version import code_version; print(code_version(), end='')"
     words, environment = [sys.executable, "-c", code], {"PYTHONPATH": str(copy)}
     return subprocess.check_output(words, cwd=copy, env=environment, text=True)
 
 
 def test_a_copy_of_the_code_has_its_version_and_an_edit_another(tmp_path):
     ours = shutil.ignore_patterns("__pycache__")
-    for package in PACKAGES:
+    for package in CODE_PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ours)
     assert re.fullmatch(r"[\w.]+\+[0-9a-f]{12}", code_version())
     assert version_of(tmp_path) == code_version()

@@ -34,6 +34,7 @@ from pretrain.metrics.stragglers import (
     slowest_rank,
 )
 from pretrain.recovery import rewind
+from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
 from pretrain.recovery.rewind import (
     SpikeDetector,
     segments_consumed,
@@ -41,9 +42,8 @@ from pretrain.recovery.rewind import (
     untrained_loss,
     window_of,
 )
-from pretrain.recovery.starts import memory_settings, with_fitting_micro_batch
 from pretrain.rundir.events import Event, OutOfMemory, Rewind, Slowdown, Spike, TrainingBegan
-from pretrain.rundir.ledger import skipped_windows
+from pretrain.rundir.history import skipped_windows
 from tests.helpers.metrics import train_line
 from tests.helpers.models import tiny_model
 from tests.helpers.tiny_runs import ALONE

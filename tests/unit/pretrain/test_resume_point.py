@@ -52,7 +52,7 @@ from pretrain.rundir.events import (
     TrainingBegan,
     TrainingEnded,
 )
-from pretrain.rundir.ledger import asked_step, facts_of, history_of
+from pretrain.rundir.history import asked_step, attempt_history, published_facts
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import flip_a_bit, publish_step, rewrite_index
 from tests.helpers.mirrors import run_in, save
@@ -143,7 +143,7 @@ STORED = Mirrored(step=10, url="object store")
 )
 def test_the_ledger_has_what_is_published_and_not_undone(ledger: list[Event], newest):
     found: dict[Destination, int] = {}
-    for each in facts_of(ledger, "run directory"):
+    for each in published_facts(ledger, "run directory"):
         found[each.destination] = max(each.step, found.get(each.destination, 0))
     assert found == newest
     assert asked_step(ledger) == (0 if isinstance(ledger[-1], ResumeFrom) else None)
@@ -157,10 +157,10 @@ def test_what_rank_0_knows_of_the_past_reaches_all_ranks(stored):
 
 
 def test_a_checkpoint_without_an_attempt_stands_as_those_of_its_time_do():
-    assert history_of([]).stands(20, "")
-    assert history_of([began("a")]).stands(20, "")
-    assert not history_of([began("a"), REWIND]).stands(20, "")
-    assert not history_of([began("a"), began("b", 10), told("b", 12), REWIND]).stands(20, "")
+    assert attempt_history([]).stands(20, "")
+    assert attempt_history([began("a")]).stands(20, "")
+    assert not attempt_history([began("a"), REWIND]).stands(20, "")
+    assert not attempt_history([began("a"), began("b", 10), told("b", 12), REWIND]).stands(20, "")
 
 
 # --------------------------------------------------------- real files, and a store on a web server

@@ -46,7 +46,7 @@ from pretrain.rundir.events import (
     TrainingEnded,
     UnresolvedSpike,
 )
-from pretrain.rundir.ledger import asked_step, events_of, skipped_windows
+from pretrain.rundir.history import asked_step, find_events, skipped_windows
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from tests.helpers.corpora import make_tiny_corpus
@@ -87,7 +87,7 @@ def error_of(run: RunConfig, run_dir: RunDir, world: World) -> str:
     with pytest.raises(TrainingError) as raised:
         run_training(run, run_dir.path, world)
     assert "\n" not in str(raised.value)
-    ends = events_of(run_dir.ledger.read(), TrainingEnded)
+    ends = find_events(run_dir.ledger.read(), TrainingEnded)
     assert Outcome.FINISHED not in [end.outcome for end in ends]
     return str(raised.value)
 
@@ -101,7 +101,7 @@ def test_the_only_checkpoint_before_a_spike_outlives_saves_within_it(run, run_di
     run = replace(run, recovery=replace(HARMFUL, max_rewinds=2))
     run = replace(run, checkpoint=CheckpointConfig(interval=1, keep_last=1))
     error = error_of(run, run_dir, world)
-    rewinds = events_of(run_dir.ledger.read(), Rewind)
+    rewinds = find_events(run_dir.ledger.read(), Rewind)
     assert [(event.spike.first_step, event.to_step) for event in rewinds] == [(11, 10)] * 2
     assert steps_on_disk(run_dir.checkpoints) == [10, 12]
     assert len(skipped_windows(rewinds)) == 1, "they touch, and are counted one by one all the same"
@@ -116,8 +116,8 @@ def test_a_run_without_a_checkpoint_before_the_spike_stops_and_says_so(run, run_
     assert "recovery.spike_threshold=0" in error
     assert steps_on_disk(run_dir.checkpoints) == [12], "what was saved is not thrown away"
     ledger = run_dir.ledger.read()
-    assert events_of(ledger, GaveUp)
-    assert not events_of(ledger, Rewind)
+    assert find_events(ledger, GaveUp)
+    assert not find_events(ledger, Rewind)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, kind: str, at: int, count: int) -> None:
@@ -158,7 +158,7 @@ def test_what_is_not_finite_is_not_saved(run, run_dir, world, monkeypatch, kind,
         run, recovery=RecoveryConfig(), checkpoint=CheckpointConfig(interval=5, keep_last=9)
     )
     assert run_training(run, run_dir.path, world) == 0
-    (rewound,) = events_of(run_dir.ledger.read(), Rewind)
+    (rewound,) = find_events(run_dir.ledger.read(), Rewind)
     assert rewound.to_step == (at - 1) // 5 * 5
     for step in steps_on_disk(run_dir.checkpoints):
         saved = load_file(step_directory(run_dir.checkpoints, step) / rank_file(0))
@@ -180,7 +180,7 @@ def test_a_run_that_cannot_rewind_from_what_is_not_finite_ends(
     run = replace(run, recovery=recovery, checkpoint=CheckpointConfig(interval=interval))
     error = error_of(run, run_dir, world)
     assert re.search(r"rank 0 has NaN or inf in layers\.0\.\S+ \(weight\)", error)
-    assert events_of(run_dir.ledger.read(), GaveUp)
+    assert find_events(run_dir.ledger.read(), GaveUp)
     assert all(step < 29 for step in steps_on_disk(run_dir.checkpoints))
 
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(run, run_dir, world
     with pytest.raises(CheckpointError, match=r"000030: has NaN or inf in .*--from-step 25$"):
         run_training(run, run_dir.path, world)
     assert run_training(run, run_dir.path, world, from_step=25) == 0
-    assert [event.step for event in events_of(run_dir.ledger.read(), TrainingBegan)] == [0, 25]
+    assert [event.step for event in find_events(run_dir.ledger.read(), TrainingBegan)] == [0, 25]
 
 
 def overflow(monkeypatch: pytest.MonkeyPatch, steps: range, count: int) -> None:
@@ -216,7 +216,7 @@ def test_a_run_does_not_end_with_skipped_updates(run, run_dir, world, monkeypatc
     assert "steps 29 to 30 were all skipped" in error_of(run, run_dir, world)
     assert "raise" in error_of(run, run_dir, world)  # the same command
     assert run_training(replace(run, recovery=RecoveryConfig()), run_dir.path, world) == 0
-    rewinds = events_of(run_dir.ledger.read(), Rewind)
+    rewinds = find_events(run_dir.ledger.read(), Rewind)
     assert [event.to_step for event in rewinds] == [25, 25]
     assert trained_steps(run_dir) == [*range(1, 31)]
 
@@ -247,7 +247,7 @@ def test_a_spike_that_is_not_over_at_the_end_is_told(run, run_dir, world, monkey
 
     monkeypatch.setattr(TorchEngine, "forward_backward", forward_backward)
     assert run_training(run, run_dir.path, world) == 0
-    (event,) = events_of(run_dir.ledger.read(), UnresolvedSpike)
+    (event,) = find_events(run_dir.ledger.read(), UnresolvedSpike)
     assert (event.spike.first_step, event.spike.last_step, event.before) == (29, 30, 25)
     assert sum(event.description in line for line in caplog.messages) == 1
 
@@ -293,7 +293,7 @@ def test_a_run_that_skips_nearly_all_updates_ends(run, run_dir, world, monkeypat
     error = error_of(run, run_dir, world)
     assert f"{last} of the {last} " in error
     assert "recovery.skip_grad_norm=1e-09" in error
-    assert [event.step for event in events_of(run_dir.ledger.read(), GaveUp)] == [last]
+    assert [event.step for event in find_events(run_dir.ledger.read(), GaveUp)] == [last]
 
 
 def lines(first: int, last: int, **more: bool) -> list[dict]:
@@ -361,13 +361,13 @@ def test_no_run_is_resumed_on_another_corpus(run, tmp_path, world, monkeypatch, 
     short = resolve(replace(short, data=replace(run.data, path=ours)))
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert run_training(short, tmp_path / "run", world) == 0
-    (started,) = events_of(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
+    (started,) = find_events(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
     assert started.corpora == {str(ours): corpus_hash(ours)}
     pinned = replace(short.data, manifest_hashes=(started.corpora[str(ours)],))
     longer = replace(short, optim=OptimConfig(steps=4))
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert run_training(replace(longer, data=pinned), tmp_path / "run", world) == 0
-    resumed = events_of(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)[-1]
+    resumed = find_events(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)[-1]
     before, after = (each.environment["threads wait"] for each in (started, resumed))
     assert (before.split(",")[0], after.split(",")[0]) == ("passive", "active")
     assert not resumed.changes, "which changes no bit"

@@ -58,16 +58,14 @@ from pretrain.rundir.events import (
     UnresolvedSpike,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
-from pretrain.rundir.ledger import (
-    EVENTS,
-    Ledger,
-    events_of,
-    interruptions,
-    num_attempts,
-    without_refused_jobs,
-)
+from pretrain.rundir.history import find_events, interruptions, num_attempts, without_refused_jobs
+from pretrain.rundir.ledger import EVENTS, Ledger
 from pretrain.rundir.lock import Fence, read_lock
-from pretrain.rundir.metrics_file import cut_measurements_after, measurement_of, measurements_of
+from pretrain.rundir.metrics_file import (
+    cut_measurements_after,
+    parse_measurement,
+    read_measurements,
+)
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
@@ -151,7 +149,7 @@ def test_harmless_changes_are_logged_kept_and_entered_in_the_ledger(tmp_path, ca
     assert any("optim.steps: 1000 -> 2000" in message for message in caplog.messages)
     assert len(caplog.messages) == 4
     assert run_dir.config == changed
-    (event,) = events_of(run_dir.ledger.read(), SettingsChanged)
+    (event,) = find_events(run_dir.ledger.read(), SettingsChanged)
     assert event.changes["metrics.interval"] == (10, 3)
 
 
@@ -220,11 +218,11 @@ def test_no_flipped_bit_of_a_key_makes_a_line_that_readers_trip_over(tmp_path, c
     flipped = [line[:at] + bytes([line[at] ^ 1 << bit]) + line[at + 1 :]
                for at in keys for bit in range(8)]  # fmt: skip
     assert len(flipped) > 250
-    assert all(measurement_of(each) is None for each in flipped)
-    assert measurement_of(line) == MEASURED
-    assert measurement_of(json.dumps(MEASURED | {"totals": 3.0}).encode()) is None
+    assert all(parse_measurement(each) is None for each in flipped)
+    assert parse_measurement(line) == MEASURED
+    assert parse_measurement(json.dumps(MEASURED | {"totals": 3.0}).encode()) is None
     for other in (b"[]", b"{}", b"3", b'{"kind": []}', b"\xff", b'{"kind": "train", "step": true}'):
-        assert measurement_of(other) is None
+        assert parse_measurement(other) is None
 
 
 @pytest.mark.parametrize(
@@ -331,9 +329,9 @@ def test_nan_of_an_older_version_is_read_and_becomes_null_at_the_next_start(tmp_
     path, line = tmp_path / "metrics.jsonl", json.dumps(train_line(1, math.nan, extra=math.inf))
     path.write_text(f"{line}\n{json.dumps(train_line(2))}\n")
     assert "NaN" in line
-    before = list(measurements_of(path))
+    before = list(read_measurements(path))
     assert cut_measurements_after(path, 2) == 0
-    assert list(measurements_of(path)) == before
+    assert list(read_measurements(path)) == before
     assert [each["loss"] for each in before] == [None, 1.0]
     assert "Infinity" not in path.read_text()
     assert "NaN" not in path.read_text()
@@ -501,7 +499,7 @@ def test_a_lock_names_its_holder_and_whether_it_is_still_held(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "read", [lambda path: Ledger(path).read(), lambda path: list(measurements_of(path))]
+    "read", [lambda path: Ledger(path).read(), lambda path: list(read_measurements(path))]
 )
 def test_holes_of_a_file_are_not_read(tmp_path, read):
     path = tmp_path / "holes.jsonl"

@@ -1,0 +1,113 @@
+"""What a start of a run checks and records besides its settings: data, environment and schedule."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
+from data_pipeline.corpora.corpus import VALIDATION, corpus_hash, split_hash, tokenizer_of
+from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
+from data_pipeline.corpora.remote_corpus import local_corpus_directory
+from foundation.errors import DataError
+from foundation.files import path_text
+from pretrain.config.evaluation_sets import hashes_of_sets, splits_of_sets
+from pretrain.config.phases import runs_of_phases
+from pretrain.config.run import RunConfig
+from pretrain.distributed.collectives import gather_values, raise_on_all_ranks
+from pretrain.distributed.world import World
+from pretrain.optim.schedule import learning_rate_at
+from pretrain.recovery.environment import environment_changes, joint_environment, own_environment
+from pretrain.rundir.code_version import code_version
+from pretrain.rundir.events import TrainingBegan, not_bitwise
+from pretrain.rundir.history import find_events, last_event
+from pretrain.rundir.metrics_file import latest_measurements
+from pretrain.rundir.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+
+def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
+    """Return what a start records of its data, by the names of the event's fields.
+
+    DataError if the run has trained with another tokenizer, or was evaluated on another validation
+    split or on another set of that name. Cursors would notice another training split, but lanes
+    that start again have none.
+    """
+    directory = config.data.directory()
+    tokenizer, validation = tokenizer_of(directory).fingerprint, split_hash(directory, VALIDATION)
+    sets = hashes_of_sets(splits_of_sets(config))
+    before: dict[str, str] = {}
+    for event in find_events(run_dir.ledger.read(), TrainingBegan):
+        before |= {"": event.tokenizer, "/": event.validation, **event.sets}  # no names of sets
+    validated = f"the validation split of {path_text(config.data.path)}"
+    for key, what, own in (
+        ("", f"tokenizer {directory / TOKENIZER_DIRECTORY}", tokenizer),
+        ("/", validated, validation),
+        *((name, f"evaluation.sets.{name}", each) for name, each in sets.items()),
+    ):
+        if before.get(key, "") not in ("", own):
+            raise DataError(
+                f"{what} has the hash {own[:16] or 'of none'}, the run in {run_dir.path} had "
+                f"{before[key][:16]}; restore it, or choose another run directory"
+            )
+    parts = [part for phase in runs_of_phases(config) for part in phase.data.mixture]
+    paths = {path_text(each.path): each.path for each in (config.data, *parts)}
+    corpora = {
+        name: corpus_hash(local_corpus_directory(path, config.data.cache))
+        for name, path in paths.items()
+    }
+    return {"tokenizer": tokenizer, "validation": validation, "sets": sets, "corpora": corpora}
+
+
+def record_start(
+    run_dir: RunDir,
+    world: World,
+    run: RunConfig,
+    step: int,
+    data: Mapping[str, Any],
+    where: dict[str, Any],
+    is_local: bool = False,
+) -> None:
+    """Write to the ledger where and in which environment training starts; log what changed."""
+    ranks = gather_values(own_environment(world.device, run), dict[str, str])
+    with raise_on_all_ranks():
+        if not world.is_main:
+            return
+        ledger = run_dir.ledger
+        environment = joint_environment(ranks)
+        before = last_event(ledger.read(), TrainingBegan) if step else None
+        if step and before is None:
+            logger.warning(
+                "%s has no earlier start; what it said, such as rewinds, is lost", ledger.path
+            )
+        changes = environment_changes(before.environment if before else {}, environment)
+        if changes:
+            logger.warning(not_bitwise(changes))
+        ledger.append(
+            TrainingBegan(
+                step=step,
+                code=code_version(),
+                environment=environment,
+                changes=changes,
+                local=is_local,
+                **data,
+                **where,
+            )
+        )
+
+
+def report_rate(config: RunConfig, run_dir: RunDir, world: World, step: int) -> None:
+    """Say where the learning rate jumps because the schedule has changed, as with more steps."""
+    with raise_on_all_ranks():
+        lines = latest_measurements(run_dir.metrics) if world.is_main and step else iter(())
+        lines = takewhile(lambda line: line["step"] >= step, lines)
+        for line in (line for line in lines if (line["kind"], line["step"]) == ("train", step)):
+            before, planned = line["learning_rate"], learning_rate_at(config.optim, step - 1)
+            if not math.isclose(before, planned, rel_tol=1e-6):
+                logger.warning(
+                    "the schedule of the learning rate has changed: step %d had %.4g, step %d has "
+                    "%.4g", step, before, step + 1, learning_rate_at(config.optim, step),
+                )  # fmt: skip

@@ -1,0 +1,25 @@
+"""The version of the source code that a start of a run records. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from foundation.files import SMALL_FILE_BYTES, read_regular
+from foundation.own_programs import installed_version
+
+CODE_PACKAGES = ("data_pipeline", "foundation", "pretrain")  # all that a rank runs
+
+
+def code_version() -> str:
+    """Return `VERSION+DIGEST`.
+
+    Equal digests mean equal source files, whether committed, copied or installed.
+    """
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for package in CODE_PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            content = read_regular(path, SMALL_FILE_BYTES)
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return f"{installed_version()}+{digest.hexdigest()[:12]}"

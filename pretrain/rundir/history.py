@@ -1,0 +1,278 @@
+"""Questions about a run's history: functions of its events, oldest first. Torch-free.
+
+Which steps still stand and what was published, what interrupted the run, which data it skips, and
+what its time went into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from pretrain.checkpoint.facts import EVER, Destination, Fact, History
+from pretrain.rundir.events import (
+    PLANNED,
+    UNEVENTFUL,
+    AttemptEnded,
+    Canceled,
+    Event,
+    GaveUp,
+    Interrupted,
+    JobEnded,
+    JobEndReason,
+    JobStarted,
+    Mirrored,
+    NextAction,
+    NodeReplaced,
+    Outcome,
+    OutOfMemory,
+    Published,
+    ReplacedBecause,
+    Restored,
+    ResumeFrom,
+    Rewind,
+    Submitted,
+    SupervisorKilled,
+    TrainingBegan,
+    TrainingEnded,
+)
+from pretrain.rundir.metrics_file import MetricsSummary, TimeSpent
+
+
+def attempt_history(ledger: Sequence[Event]) -> History:
+    """Return which steps of which attempt no later start, rewind or restore has undone."""
+    # Checkpoints of earlier versions do not name their attempt: those before the first fact.
+    first_told = next((n for n, event in enumerate(ledger) if isinstance(event, Published)), None)
+    standing, limit, unknown = dict[str, int](), EVER, None
+    for number, event in reversed(list(enumerate(ledger))):
+        if isinstance(event, TrainingBegan):
+            standing[event.attempt] = limit
+            if unknown is None and (first_told is None or number < first_told):
+                unknown = limit
+        back_to = _back_to(event)
+        limit = limit if back_to is None else min(limit, back_to)
+    return History(standing, limit if unknown is None else unknown)
+
+
+def published_facts(ledger: Sequence[Event], root: str, nodes: str = "nodes' disks") -> list[Fact]:
+    """Return what the run has published and not undone; `root` names the run directory's.
+
+    Starts of earlier versions told less: from which step they began and where they ended.
+    """
+    history, facts, tells = attempt_history(ledger), list[Fact](), False
+    names = {Destination.RUN_DIRECTORY: root, Destination.NODES: nodes}
+    for event in ledger:
+        if (back_to := _back_to(event)) is not None:
+            facts = [fact for fact in facts if fact.step <= back_to]
+        match event:
+            case Published(step=step, attempt=attempt, destination=where):
+                tells = True
+                if history.stands(step, attempt):
+                    facts.append(Fact(step, where, names.get(where, "")))
+            case Mirrored(step=step, url=url, problem=""):
+                facts.append(Fact(step, Destination.STORE, url))
+            case Restored(step=step, url=url):
+                facts = [fact for fact in facts if fact.destination is Destination.STORE]
+                facts.append(Fact(step, Destination.STORE, url))
+                facts.append(Fact(step, Destination.RUN_DIRECTORY, root))
+            case (
+                TrainingBegan(step=step, local=False)
+                | TrainingEnded(step=step, outcome=Outcome.FINISHED | Outcome.STOPPED)
+            ):
+                facts.append(Fact(step, Destination.RUN_DIRECTORY, root))
+            case AttemptEnded(step=step) if not tells:
+                facts.append(Fact(step, Destination.RUN_DIRECTORY, root))
+            case ResumeFrom():
+                tells = True
+            case _:
+                pass
+    return list(dict.fromkeys(fact for fact in facts if fact.step))
+
+
+def _back_to(event: Event) -> int | None:
+    """Return the step that the run goes back to with this event, if it does."""
+    match event:
+        case TrainingBegan(step=step) | Restored(step=step):
+            return step
+        case Rewind(to_step=step):
+            return step
+        case _:
+            return None
+
+
+def asked_step(ledger: Sequence[Event]) -> int | None:
+    """Return the step that a user wants the next start to resume from, if one has said so."""
+    last = last_event(ledger, TrainingBegan, Restored, ResumeFrom)
+    return last.step if isinstance(last, ResumeFrom) else None
+
+
+E = TypeVar("E", bound=Event)
+_FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
+
+
+def find_events(ledger: Sequence[Event], *kinds: type[E]) -> list[E]:
+    """The events of these kinds."""
+    return [event for event in ledger if isinstance(event, kinds)]
+
+
+def last_event(ledger: Sequence[Event], *kinds: type[E]) -> E | None:
+    """The last event of one of these kinds."""
+    return next((event for event in reversed(ledger) if isinstance(event, kinds)), None)
+
+
+def last_stored(ledger: Sequence[Event]) -> Mirrored | Restored | None:
+    """The last event that says which checkpoint is in the object store."""
+    stored = find_events(ledger, Mirrored, Restored)
+    return next((e for e in stored[::-1] if isinstance(e, Restored) or not e.problem), None)
+
+
+def work_dirs(ledger: Sequence[Event]) -> list[str]:
+    """Where the run's jobs work: Slurm uses the numbers of jobs again."""
+    dirs = (event.work_dir for event in find_events(ledger, Submitted))
+    return list(dict.fromkeys(filter(None, dirs)))
+
+
+def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:
+    """The events except for those of jobs that ended because another job had the run."""
+    refused = {
+        end.job for end in find_events(ledger, JobEnded) if end.reason is JobEndReason.RUN_IN_USE
+    }
+    return [event for event in ledger if getattr(event, "job", None) not in refused]
+
+
+def began_in(event: Event, start: str) -> bool:
+    """Whether ranks of this job (17), or of this start of a job (17.2), began to train.
+
+    They may write that after the end of their job, which its supervisor writes as soon as Slurm
+    announces it.
+    """
+    return isinstance(event, TrainingBegan) and event.attempt.startswith(f"{start}.")
+
+
+def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
+    """How often ranks were started; an attempt that ended before its first step counts too."""
+    count, is_open = 0, False
+    for event in ledger:
+        if isinstance(event, TrainingBegan):
+            count, is_open = count + 1, True
+        elif isinstance(event, AttemptEnded):
+            count, is_open = count + (not is_open), False
+    return count + (is_running and not is_open)
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """An unplanned end of an attempt, or one that Slurm imposed.
+
+    The latter is no failure of the run.
+    """
+
+    time: float
+    step: int
+    description: str
+    is_failure: bool = True
+
+
+def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruption]:
+    """What interrupted the run, once for each attempt or job.
+
+    A supervisor that is killed writes nothing, and its ranks die with it. So an attempt without an
+    end is one that was lost: when the next one begins, or when nothing of the run is running any
+    more.
+    """
+    found: list[Interruption] = []
+    open_attempt: TrainingBegan | None = None
+    inside: OutOfMemory | GaveUp | None = None  # why the open attempt is about to end
+    ended_job, step = "", 0
+    for before, event in zip([None, *ledger], ledger, strict=False):
+        step = getattr(event, "step", None) or step
+        if isinstance(event, TrainingBegan) and not (ended_job and began_in(event, ended_job)):
+            if inside is not None:  # restarted within the process, without a supervisor's word
+                found.append(Interruption(inside.time, event.step, inside.description))
+            elif open_attempt is not None:
+                found.append(_lost(event.time, event.step))
+            open_attempt, inside = event, None
+        elif isinstance(event, (OutOfMemory, GaveUp)):
+            inside = inside or event
+        elif isinstance(event, (TrainingEnded, Rewind, Interrupted)):
+            open_attempt = inside = None
+        elif isinstance(event, AttemptEnded):
+            if event.next in _FAILED:
+                # where training gave up by itself, the supervisor only saw a rank's exit status
+                cause = str(inside.spike) if isinstance(inside, GaveUp) else event.cause
+                found.append(Interruption(event.time, event.step, cause))
+            open_attempt = inside = None
+        elif isinstance(event, JobEnded):
+            if event.reason not in UNEVENTFUL:
+                is_failure = event.reason not in PLANNED
+                found.append(Interruption(event.time, step, event.cause, is_failure))
+            open_attempt, inside, ended_job = None, None, f"{event.job}.{event.restart}"
+        elif isinstance(event, NodeReplaced):
+            if found and isinstance(before, AttemptEnded):
+                words = event.description
+                if event.reason is not ReplacedBecause.NODE_FAILED:  # else this is why it ended
+                    words = f"{found[-1].description}; {words}"
+                found[-1] = replace(found[-1], description=words)
+        elif isinstance(event, SupervisorKilled):
+            found.append(Interruption(event.time, step, "its supervisor was killed"))
+            open_attempt = inside = None
+        elif isinstance(event, Canceled):
+            open_attempt, inside, ended_job = None, None, event.job
+        elif isinstance(event, JobStarted):  # which may have the number of the one that ended
+            ended_job = ""
+    if inside is not None and not is_running:
+        found.append(Interruption(inside.time, step, inside.description))
+    elif open_attempt is not None and not is_running:
+        found.append(_lost(ledger[-1].time, open_attempt.step))
+    return found
+
+
+def _lost(when: float, step: int) -> Interruption:
+    return Interruption(when, step, "the processes were killed, or their node went down")
+
+
+def skipped_windows(ledger: Sequence[Event]) -> list[range]:
+    """The windows of segments that rewinds skip, in order; overlapping ones are joined."""
+    windows: list[range] = []
+    for start, stop in sorted(event.segments for event in find_events(ledger, Rewind)):
+        if windows and start <= windows[-1].stop:
+            start, stop = windows[-1].start, max(stop, windows[-1].stop)
+            windows.pop()
+        windows.append(range(start, stop))
+    return windows
+
+
+def is_finished(event: Event) -> bool:
+    """Whether all steps were made."""
+    return _how(event) in (Outcome.FINISHED, NextAction.FINISHED)
+
+
+def is_stopped(event: Event) -> bool:
+    """Whether an attempt stopped on request, or none was made any more."""
+    return isinstance(event, Interrupted) or _how(event) in (Outcome.STOPPED, NextAction.STOPPED)
+
+
+def _how(event: Event) -> Outcome | NextAction | None:
+    if isinstance(event, TrainingEnded):
+        return event.outcome
+    return event.next if isinstance(event, AttemptEnded) else None
+
+
+def time_spent(metrics: MetricsSummary, ledger: Sequence[Event], end: float) -> TimeSpent | None:
+    """Return what the time until `end` went into; None before a first interval of steps."""
+    # Neither finished, stopped nor in Slurm's queue, since the first start of ranks.
+    elapsed, since, has_begun = 0.0, None, False
+    for event in ledger:
+        has_begun = has_begun or isinstance(event, TrainingBegan)
+        if since is None and has_begun and isinstance(event, (TrainingBegan, JobStarted)):
+            since = event.time
+        elif since is not None and (
+            is_finished(event) or is_stopped(event) or isinstance(event, JobEnded)
+        ):
+            elapsed, since = elapsed + event.time - since, None
+    if since is not None:
+        elapsed += end - since
+    if elapsed <= 0 or not metrics.spent.steps:
+        return None
+    return replace(metrics.spent, restarts=max(0.0, elapsed - metrics.spent.total))

@@ -1,0 +1,41 @@
+"""Where runs are unless a flag says otherwise, and how a command line names them. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from foundation.files import YAML_SUFFIXES
+from foundation.yaml_files import did_you_mean
+
+RUNS = Path("runs")
+EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export
+_MOST_SHOWN = 6  # runs of a sweep in an error message
+
+
+def run_path(text: str | Path) -> Path:
+    """The `type` of every argument RUN: a path, or that name in runs/.
+
+    The name in runs/ is meant where the path does not exist: NAME, or SWEEP/CELL.
+    """
+    path = Path(text)
+    return RUNS / path if not path.exists() and (RUNS / path).exists() else path
+
+
+def runs_below(path: Path) -> list[Path]:
+    """The runs directly in `path`, as in the directory of a sweep, by their names."""
+    return sorted(file.parent for file in path.glob("*/run.json"))
+
+
+def advice_on(path: Path) -> str:
+    """What to do about a path that holds no run, for the end of an error message."""
+    if path.suffix in YAML_SUFFIXES:
+        return "name the run's directory, by default runs/NAME"
+    if (path / EXPORTED_WEIGHTS).is_file():
+        return "it is an export, which 'pretrain evaluate' and 'pretrain generate' take"
+    if cells := runs_below(path):
+        shown = ", ".join(map(str, cells[:_MOST_SHOWN]))
+        more = ", ..." if len(cells) > _MOST_SHOWN else ""
+        return f"it is a sweep; its runs are {shown}{more} (name one)"
+    runs = [run.name for folder in (path.parent, RUNS) for run in runs_below(folder)]
+    hint = did_you_mean(path.name, [name for name in runs if name != str(path)])
+    return hint.removeprefix("; ") if "did you mean" in hint else "check the path or start a run"
