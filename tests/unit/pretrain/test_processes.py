@@ -49,7 +49,7 @@ from pretrain.processes.device import (
     with_precision_of_run,
     write_last_collectives,
 )
-from pretrain.recovery import starts
+from pretrain.recovery import environment, start_record
 from pretrain.recovery.environment import environment_changes, own_environment
 from pretrain.run import set_threads_of_rank
 from pretrain.rundir.attempt_files import AttemptFiles
@@ -321,7 +321,7 @@ def test_no_start_is_called_different_for_how_its_threads_wait() -> None:
 
 def test_a_start_records_the_configurations_of_a_hybrids_kernels(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
-    monkeypatch.setattr(starts, "table_name", lambda: "")
+    monkeypatch.setattr(environment, "table_name", lambda: "")
     hybrid = ModelConfig(vocab_size=8, layer_kinds=("deltanet",))
     engine = EngineConfig(precision="bf16")
     found = []
@@ -353,9 +353,9 @@ def test_a_start_on_other_hosts_is_another_environment_of_nccl(
     world = init_world()
     for step, hosts in enumerate((before, now)):
         ranks = [{"torch": "2", "hosts of NCCL": host} for host in hosts.split()]
-        monkeypatch.setattr(starts, "gather_values", lambda *_, ranks=ranks: ranks)
+        monkeypatch.setattr(start_record, "gather_values", lambda *_, ranks=ranks: ranks)
         where = {"world_size": len(ranks), "attempt": "a"}
-        starts.record_start(RunDir(tmp_path), world, RunConfig(), step, {}, where)
+        start_record.record_start(RunDir(tmp_path), world, RunConfig(), step, {}, where)
     (*_, began) = RunDir(tmp_path).ledger.read()
     assert began.changes == ({"hosts of NCCL": changed} if changed else {})
     destroy_process_group()
