@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -77,6 +77,7 @@ from pretrain.processes.device import (
 )
 from pretrain.processes.leaving import end_at_once, end_process
 from pretrain.recovery.faults import fault_from_environment
+from pretrain.recovery.faulty_engine import with_fault
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
 from pretrain.recovery.rewind import (
     SpikeFound,
@@ -325,7 +326,7 @@ def _train_from(
 ) -> Outcome:
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
-    engine = process.fault.wrap(engine)
+    engine = with_fault(engine, process.fault)
     checkpointer = Checkpointer(config, disk, world, run_dir.patience, mirror.held)
     if found is not None:
         state = checkpointer.restore(engine, found)
@@ -473,7 +474,7 @@ def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
         built = _engine_of_kind(config, build, world)
     if not config.optim.ema_decay:
         return built
-    return cast("Engine", EmaEngine(built, config.optim.ema_decay))
+    return EmaEngine(built, config.optim.ema_decay)
 
 
 def _engine_of_kind(config: RunConfig, build: Callable[[], TransformerXL], world: World) -> Engine:

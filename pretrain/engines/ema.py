@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pretrain.engines.engine import Engine, StepResult
+from pretrain.engines.wrapper import EngineWrapper
 from pretrain.optim.parameter_groups import Fragment
 
 EMA = "ema"  # a kind of values, as `weight`, `exp_avg` and `exp_avg_sq`
 
 
-class EmaEngine:
+class EmaEngine(EngineWrapper):
     """An engine around another one that keeps an EMA of its weights.
 
     After every update that was applied, ema = decay * ema + (1 - decay) * weight.
@@ -25,13 +25,10 @@ class EmaEngine:
     """
 
     def __init__(self, engine: Engine, decay: float) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._decay = decay
         self._ema: dict[tuple[str, int], Tensor] = {}
         self._copy_weights()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         result = self._engine.step(learning_rate, measure_layers)

@@ -20,18 +20,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
 
 from foundation.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from data_pipeline.lanes.lane_stream import SegmentBatch
-    from pretrain.engines.engine import Engine
-    from pretrain.model.memory import Memory
 
 VARIABLE = "PRETRAIN_FAULT"
 IN_EVALUATION = {"sigterm-in-evaluation": signal.SIGTERM, "sigkill-in-evaluation": signal.SIGKILL}
@@ -41,6 +32,8 @@ FORM = re.compile(rf"({'|'.join(KINDS)})(?::(\d+(?:\.\d+)?))?@([1-9]\d*)")
 
 @dataclass(frozen=True)
 class Fault:
+    """One fault of a run, at or from a step on."""
+
     step: int  # 0: never
     kind: str = "sigkill"
     number: float = 0.0
@@ -50,69 +43,9 @@ class Fault:
         if self.kind == "sigkill" and step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def wrap(self, engine: Engine) -> Engine:
-        """The engine, with the fault injected on the rank it affects."""
-        is_last = engine.world.rank == engine.world.world_size - 1
-        if self.step == 0 or self.kind == "sigkill" or not is_last:
-            return engine
-        return _FaultyEngine(engine, self)  # type: ignore[return-value]  (delegates what it lacks)
-
-
-class _FaultyEngine:
-    """An engine with faulty forward passes."""
-
-    def __init__(self, engine: Engine, fault: Fault) -> None:
-        self._engine = engine
-        self._fault = fault
-        self._steps = self._batches = 0  # made; of the evaluation after the step of the fault
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def forward_backward(
-        self, slot: SegmentBatch, memory: Memory | None, step: int
-    ) -> tuple[Tensor, Memory]:
-        import torch
-
-        fault, number = self._fault, step + 1
-        self._steps = number
-        if fault.kind == "oom" and number >= fault.step and len(slot.lanes) > fault.number:
-            torch.empty(1 << 60, dtype=torch.uint8, device=self._engine.world.device)
-        handle = self._engine.module.get_submodule("embedding").register_forward_hook(
-            lambda _module, _inputs, output: self._affect(cast("Tensor", output), number)
-        )
-        try:
-            return self._engine.forward_backward(slot, memory, step)
-        finally:
-            handle.remove()
-
-    def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
-    ) -> tuple[Tensor, Memory]:
-        if self._steps == self._fault.step and self._fault.kind in IN_EVALUATION:
-            self._batches += 1
-            if self._batches == 3:
-                os.kill(os.getpid(), IN_EVALUATION[self._fault.kind])
-        return self._engine.evaluate(batch, memory, memory_length, num_tokens)
-
-    def _affect(self, hidden_BLD: Tensor, number: int) -> Tensor:
-        fault = self._fault
-        if fault.kind == "slow" and number >= fault.step:
-            time.sleep(fault.number)
-        if fault.kind == "nan" and number == fault.step:
-            hidden_BLD = hidden_BLD.clone()
-            hidden_BLD[0] = float("nan")
-        if fault.kind == "inf" and number == fault.step and hidden_BLD.requires_grad:
-            hidden_BLD.register_hook(lambda gradient: gradient * float("inf"))
-        return hidden_BLD
-
 
 def fault_from_environment() -> Fault:
-    """The fault of PRETRAIN_FAULT; none if it is unset."""
+    """Return the fault of PRETRAIN_FAULT, or one that never happens if it is unset."""
     text = os.environ.get(VARIABLE, "")
     if not text:
         return Fault(step=0)

@@ -42,6 +42,7 @@ from pretrain.distributed.world import init_world
 from pretrain.metrics.writers import MetricsFile
 from pretrain.recovery import faults, start_record
 from pretrain.recovery import rewind as rewinds
+from pretrain.recovery.faulty_engine import FaultyEngine
 from pretrain.rundir.events import Event, Rewind, TrainingEnded
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.history import find_events
@@ -227,8 +228,8 @@ class Run(Subject):
             if isinstance(event, TrainingEnded):
                 recorder.tell(Finished(_lines(metrics, event.step)))
 
-        def affect(engine: Any, hidden_BLD: Any, number: int) -> Any:
-            if number in self.NAN_STEPS and not num_rewinds:
+        def affect(engine: Any, _module: Any, _inputs: Any, hidden_BLD: Any) -> Any:
+            if engine._steps in self.NAN_STEPS and not num_rewinds:
                 hidden_BLD = hidden_BLD.clone()
                 hidden_BLD[0] = float("nan")
             return hidden_BLD
@@ -256,7 +257,7 @@ class Run(Subject):
                 (WritableStore, "delete", delete),
                 (run_module, "rewind", go_back),
                 (run_module, "fault_from_environment", lambda: faults.Fault(1, "nan")),
-                (faults._FaultyEngine, "_affect", affect),
+                (FaultyEngine, "_affect", affect),
             ):
                 stack.enter_context(mock.patch.object(where, name, value))
             endpoint = stack.enter_context(s3_server())

@@ -50,6 +50,7 @@ from pretrain.model.memory import MemoryLayout
 from pretrain.optim.parameter_groups import layer_metrics, layer_of
 from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.faults import Fault
+from pretrain.recovery.faulty_engine import with_fault
 from pretrain.run import build_engine
 from pretrain.state import TrainState, memories_without
 
@@ -91,7 +92,7 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
     engines.INITIAL_SCALE, engines.WINDOW = scale_and_window
     engine = build_engine(run, world)
     for fault in cell.get("faults", []):
-        engine = Fault(**fault).wrap(engine)
+        engine = with_fault(engine, Fault(**fault))
     num_slots = accumulation_steps(run, world.world_size)
     state, opened = None, []
     if "resume" in cell:
