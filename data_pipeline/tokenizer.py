@@ -27,7 +27,14 @@ from data_pipeline.vocabularies.vocabulary import (
     Vocabulary,
 )
 from foundation.errors import DataError
-from foundation.files import atomic_write, make_directory, read_json, read_regular, write_json
+from foundation.files import (
+    GIT_LFS_POINTER,
+    atomic_write,
+    make_directory,
+    read_json,
+    read_regular,
+    write_json,
+)
 from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import assert_never
 
@@ -141,7 +148,7 @@ class Tokenizer:
         if (largest := int(ids.max())) >= self.vocab_size:
             raise DataError(
                 f"{source} has the id {largest}, the vocabulary {self.vocab_size:,} ids; give the "
-                "tokenizer of these tokens, or raise tokenizer.vocab_size"
+                "tokenizer of these tokens, raise tokenizer.vocab_size, or correct token_dtype"
             )
         if not self.end_text and (ids == self.end_id).any():
             raise DataError(
@@ -204,31 +211,27 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """Read what `save` wrote, or any SentencePiece `.model` file with an end token."""
         if path.is_file():
-            return tokenizer_of_file(path, "sentencepiece")
-        kind, model, options = _read(path)
-        return _named(path / MODEL_NAME, kind, model, options)
-
-
-def tokenizer_of_file(
-    path: Path, kind: TokenizerKind, options: Mapping[str, Any] | None = None
-) -> Tokenizer:
-    """Return the tokenizer of a model's file; DataError if it is another kind of file."""
-    return _named(path, kind, read_model(path), options)
+            return named_tokenizer(path, "sentencepiece", read_model(path))
+        kind, model, options = read_saved(path)
+        return named_tokenizer(path / MODEL_NAME, kind, model, options)
 
 
 def read_model(path: Path) -> bytes:
     """Return the contents of a tokenizer's file, which may be anybody's; DataError if unusual."""
     try:
-        return read_regular(path, LARGEST_MODEL_BYTES)
+        content = read_regular(path, LARGEST_MODEL_BYTES)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; give the file of a tokenizer") from None
     except ValueError as error:
         raise DataError(f"{path} is not the file of a tokenizer ({error})") from None
+    if content.startswith(GIT_LFS_POINTER):
+        raise DataError(f"{path} is a pointer of Git LFS; fetch its contents by `git lfs pull`")
+    return content
 
 
 def read_fingerprint(path: Path) -> str:
     """Return the fingerprint of the tokenizer that `save` wrote, without loading its model."""
-    return fingerprint_of(*_read(path))
+    return fingerprint_of(*read_saved(path))
 
 
 def fingerprint_of(kind: str, model: bytes, options: Mapping[str, Any] | None = None) -> str:
@@ -242,7 +245,7 @@ def options_of(description: Fields) -> dict[str, Any]:
     return description.tree("options") if description.has("options") else {}
 
 
-def _read(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
+def read_saved(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
     """Return kind, model and options of what `save` wrote.
 
     DataError unless they match the description.
@@ -270,9 +273,10 @@ def _read(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
     return kind, model, options
 
 
-def _named(
-    path: Path, kind: TokenizerKind, model: bytes, options: Mapping[str, Any] | None
+def named_tokenizer(
+    path: Path, kind: TokenizerKind, model: bytes, options: Mapping[str, Any] | None = None
 ) -> Tokenizer:
+    """Return the tokenizer of the model at `path`; DataError names it if the model is wrong."""
     try:
         return Tokenizer(kind, model, options)
     except DataError as error:

@@ -31,6 +31,7 @@ from foundation.records import json_text
 
 HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of binary data that is read at once
+GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins what stands for a file
 SMALL_FILE_BYTES = 1 << 20  # of a text or of JSON, unless its reader names another limit
 LARGEST_LIST_BYTES = 1 << 26  # of a list, such as that of 100,000 shards of MDS: 30 MB
 LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.data.encoding import library_texts
 from benchmarks.measure import Comparison, Measurement, timed
-from data_pipeline.builder.build_tokenizer import given_tokenizer
+from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.vocabularies.huggingface import HuggingFaceTokenizer
 from data_pipeline.vocabularies.tiktoken_ranks import TiktokenRanks
@@ -40,8 +40,8 @@ def library_costs(directory: Path, size: LibrariesSize) -> Iterator[Measurement]
     (directory / "tokenizer.json").write_text(byte_level_json(training, size.vocab_size))
     ranks = directory / "x.tiktoken"
     given = TokenizerConfig(**tiktoken_file(training, ranks, size.vocab_size))  # type: ignore[arg-type]
-    huggingface = given_tokenizer(directory / "tokenizer.json", TokenizerConfig())
-    tiktoken = given_tokenizer(ranks, given)
+    huggingface = given_tokenizer(directory / "tokenizer.json", TokenizerConfig()).load()
+    tiktoken = given_tokenizer(ranks, given).load()
     library = HuggingFaceTokenizer(huggingface.model, **huggingface.options)
     encoding = TiktokenRanks(tiktoken.model, **tiktoken.options)
     cases = {

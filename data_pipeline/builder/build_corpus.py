@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.builder.build_tokenizer import (
-    RoundTripCheck,
     describe_tokenizer,
-    given_tokenizer,
     prepare_tokenizer,
 )
 from data_pipeline.builder.documents import read_documents, refuse_packed, stretches_of
+from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.journal import BuildJournal, check_recipe, claimed_output, is_finished
 from data_pipeline.builder.records import REJECTS_NAME, Document, Reject, RejectList, parts_of
+from data_pipeline.builder.round_trip import RoundTripCheck
 from data_pipeline.builder.shuffle import SortedRuns
 from data_pipeline.builder.sources import SourceFile, check_apart, check_unchanged, list_sources
 from data_pipeline.builder.split_writer import (

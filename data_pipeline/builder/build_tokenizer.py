@@ -1,14 +1,4 @@
-"""The tokenizer in `tokenizer.path`: one of ours, or the files of another system.
-
-Which kind it is follows from the name and the settings, never from what loads it successfully.
-
-Whether a tokenizer gives texts back: a sample of a build's documents, encoded and decoded.
-
-A model of the user may normalize, drop spaces, or lack characters and the bytes to spell them. Such
-losses are in every token of the corpus, and nothing after the build could notice them.
-
-The tokenizer of a build: the one in `tokenizer.path`, else one made of the training split.
-"""
+"""The tokenizer of a build: the one in `tokenizer.path`, else one made of the training split."""
 
 from __future__ import annotations
 
@@ -16,176 +6,30 @@ import io
 import re
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
-
-import numpy as np
+from typing import Literal, TypeGuard
 
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.formats import is_compressed
+from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.records import Document, Reject, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.split_writer import is_validation
 from data_pipeline.config import SMALLEST_VOCABULARY, CorpusConfig, TokenizerConfig
-from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import (
     DESCRIPTION_NAME,
     TRAITS,
     Tokenizer,
-    read_model,
-    tokenizer_of_file,
 )
 from data_pipeline.vocabularies.built_in import (
     END_TOKEN,
     most_frequent_bytes,
     most_frequent_words,
-    words_of_file,
-)
-from data_pipeline.vocabularies.huggingface import end_token_of, special_tokens_of
-from data_pipeline.vocabularies.vocabulary import (
-    LARGEST_MODEL_BYTES,
-    InvalidVocabulary,
-    UnencodableText,
-    usual_end,
 )
 from foundation.errors import ConfigError, DataError
-from foundation.files import read_json
-from foundation.progress import Note, Report
 from foundation.settings import assert_never
-
-HUGGING_FACE_NAME = DESCRIPTION_NAME  # tokenizer.json, as our own description is called
-# Files beside it that may say which token ends a text.
-HUGGING_FACE_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
-TIKTOKEN_SUFFIX = ".tiktoken"
-
-
-def given_tokenizer(path: Path, settings: TokenizerConfig) -> Tokenizer:
-    """Return the tokenizer at `path`; DataError if it is not one, or its end is not known."""
-    if path.is_dir() and _holds_hugging_face(path):
-        path = path / HUGGING_FACE_NAME
-    if not path.is_file():
-        inside = path / TOKENIZER_DIRECTORY
-        if (inside / DESCRIPTION_NAME).is_file() and not (path / DESCRIPTION_NAME).exists():
-            raise DataError(f"{path} is a corpus, expected a tokenizer; give that in it, {inside}")
-        return Tokenizer.load(path)
-    if TRAITS[settings.kind].is_list:
-        return _of_words(path, settings)
-    if path.suffix == ".json":
-        return _of_hugging_face(path, settings)
-    if path.suffix == TIKTOKEN_SUFFIX or settings.pattern:
-        return _of_tiktoken(path, settings)
-    options = {"end_token": settings.end_token} if settings.end_token else {}
-    return tokenizer_of_file(path, "sentencepiece", options)
-
-
-def _holds_hugging_face(directory: Path) -> bool:
-    """Whether its tokenizer.json is one of Hugging Face, and not our description."""
-    try:
-        tree = read_json(directory / HUGGING_FACE_NAME, LARGEST_MODEL_BYTES)
-    except (OSError, ValueError):
-        return False
-    return isinstance(tree, dict) and "model" in tree and "fingerprint" not in tree
-
-
-def _of_words(path: Path, settings: TokenizerConfig) -> Tokenizer:
-    end_token = settings.end_token or END_TOKEN
-    try:
-        return Tokenizer(
-            "words", words_of_file(read_model(path), end_token), {"end_token": end_token}
-        )
-    except (InvalidVocabulary, DataError) as error:
-        raise DataError(f"{path} is {error}") from None
-
-
-def _of_hugging_face(path: Path, settings: TokenizerConfig) -> Tokenizer:
-    try:
-        companions = (path.with_name(name) for name in HUGGING_FACE_COMPANIONS)
-        stated = settings.end_token or end_token_of(*map(_companion, companions))
-        end_token = stated or usual_end(special_tokens_of(read_model(path)))
-    except ValueError as error:
-        raise DataError(f"{path} is not a tokenizer of Hugging Face ({error})") from None
-    return tokenizer_of_file(path, "huggingface", {"end_token": end_token})
-
-
-def _companion(path: Path) -> Any:
-    try:
-        return read_json(path) if path.exists() else None
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read ({error}); set tokenizer.end_token") from None
-
-
-def _of_tiktoken(path: Path, settings: TokenizerConfig) -> Tokenizer:
-    if not settings.pattern or not settings.special_tokens:
-        raise ConfigError(
-            f"{path} has ranks only; set tokenizer.pattern and tokenizer.special_tokens to those "
-            "of its encoding (pat_str and special_tokens of tiktoken)"
-        )
-    end_token = settings.end_token or usual_end(settings.special_tokens)
-    options = {
-        "pattern": settings.pattern,
-        "special_tokens": settings.special_tokens,
-        "end_token": end_token,
-    }
-    return tokenizer_of_file(path, "tiktoken", options)
-
-
-ALWAYS = 100  # documents at the start of a build
-SAMPLED_FRACTION = 0.01  # of the others, chosen by a hash of their id
-SAMPLED_CHARACTERS = 4096  # of a document, from an offset chosen by its hash
-MOST_NAMED = 8  # lost characters in a message
-
-
-class RoundTripCheck:
-    """Encodes and decodes a sample of the documents that pass; notes the first that is altered."""
-
-    def __init__(self, tokenizer: Tokenizer, report: Report) -> None:
-        self._tokenizer, self._report = tokenizer, report
-        self._passed, self._has_noted = 0, False
-
-    def see(self, document: Document) -> None:
-        """Check the document if it is in the sample and has a text."""
-        if self._has_noted or document.tokens is not None:
-            return
-        self._passed += 1
-        if self._passed > ALWAYS and fraction_of(f"sample {document.id}") >= SAMPLED_FRACTION:
-            return
-        longest_start = max(len(document.text) - SAMPLED_CHARACTERS, 0)
-        start = int(fraction_of(f"offset {document.id}") * longest_start)
-        text = _sample_of(document.text, start, self._tokenizer.end_text)
-        try:
-            ids = self._tokenizer.encode(text)
-            found = self._tokenizer.decode(ids)
-        except UnencodableText:  # the document will be a reject
-            return
-        if self._passed <= ALWAYS and not np.array_equal(ids, self._tokenizer.encode(text)):
-            raise DataError(
-                f"the tokenizer gives the text of {document.source} other tokens each time; give "
-                "one without sampling or dropout"
-            )
-        if found == (text := self._tokenizer.normalized(text)):
-            return
-        lost = [name for name, _ in (Counter(text) - Counter(found)).most_common(MOST_NAMED)]
-        what = f"lost characters: {', '.join(map(repr, lost))}" if lost else "with other characters"
-        self._report(
-            Note(
-                f"the tokenizer alters texts, first seen in {document.source}; {what}; for a "
-                "corpus that keeps them, train one here or use tokenizer.kind=bytes"
-            )
-        )
-        self._has_noted = True
-
-
-def _sample_of(text: str, start: int, end_text: str) -> str:
-    """Return the text from `start` on, with whole words where the tokenizer needs them."""
-    end = start + SAMPLED_CHARACTERS
-    if end_text:
-        start = text.rfind(end_text, 0, start) + len(end_text) if start else 0
-        end = text.find(end_text, end)
-    return text[start : end if end >= 0 else len(text)]
-
 
 COMPRESSION_RATIO = 4  # assumed, to choose the sampling rate before the text is read
 MAX_SENTENCE_BYTES = 1 << 14
@@ -217,12 +61,13 @@ def prepare_tokenizer(
     if not (directory / DESCRIPTION_NAME).exists():
         settings = config.tokenizer
         if settings.path:
-            tokenizer = given_tokenizer(settings.path, settings)
+            tokenizer = given_tokenizer(settings.path, settings).load()
         elif TRAITS[settings.kind].counts_all:
             tokenizer = make_tokenizer(settings, _non_empty(training_texts(sources, config)))
         else:
             tokenizer = make_tokenizer(settings, _non_empty(training_sample(sources, config)))
         tokenizer.save(directory)
+        return tokenizer
     return Tokenizer.load(directory)
 
 

@@ -24,7 +24,11 @@ from data_pipeline.builder import records
 from data_pipeline.builder.formats import (
     BLOCK_BYTES,
     CORRUPTION,
+    HEAD_BYTES,
+    TABLES_AND_TOKENS,
     InvalidRecords,
+    UnreadableRecords,
+    check_head,
     decompressed,
     is_compressed,
     stated_kind,
@@ -46,7 +50,7 @@ from data_pipeline.builder.tables import read_arrow, read_parquet
 from data_pipeline.builder.token_files import read_array, read_mds, read_megatron
 from data_pipeline.config import CorpusConfig, SourceKind
 from foundation.errors import ConfigError, DataError
-from foundation.files import named_errors
+from foundation.files import named_errors, open_regular
 
 # The title of an article; those of its sections have more of the signs.
 TITLE = re.compile(rb" ?= [^=].* = ?\r?\n?")
@@ -200,6 +204,8 @@ def _read_bytes(
     """Yield what `reader` makes of the file's bytes, unpacked."""
     with named_errors(source.path), open(source.path, "rb", BLOCK_BYTES) as raw:
         follow(raw.tell)
+        check_head(raw.read(HEAD_BYTES), source.path.name, source.kind, config)
+        raw.seek(0)
         yield from reader(decompressed(raw, source.path.name), source, config)
 
 
@@ -218,6 +224,11 @@ def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
         number += 1
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
+            if line.lstrip().startswith(b"["):
+                raise UnreadableRecords(
+                    "it is one list, expected an object per line; write them, such as by "
+                    f"`jq -c '.[]' {source.path.name}`"
+                )
         location = f"{source.name}:{number}"
         if len(line) == longest_line and not line.endswith(b"\n"):
             yield too_long(location)
@@ -247,7 +258,7 @@ def _read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Recor
     Its text is KEY.txt or KEY.text_field, else the field text_field of KEY.json. Its id is the key,
     unless the JSON has one.
     """
-    sample = None
+    sample, count = None, 0
     for member, read in _tar_members(file):
         # A key ends at the first dot after the last slash.
         folder, slash, base = member.name.rpartition("/")
@@ -256,7 +267,7 @@ def _read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Recor
         if sample is None or sample.key != key:
             if sample is not None:
                 yield _document_of_sample(sample, config)
-            sample = _Sample(key, f"{source.name}:{key}")
+            sample, count = _Sample(key, f"{source.name}:{key}"), count + 1
         sample.extensions.append(extension)
         if extension in (config.text_field, TEXT_EXTENSION, JSON_EXTENSION):
             is_json = extension == JSON_EXTENSION
@@ -270,6 +281,8 @@ def _read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Recor
                 sample.contents[extension] = read()
     if sample is not None:
         yield _document_of_sample(sample, config)
+    if source.listed and source.listed.samples not in (None, count):
+        raise InvalidRecords(f"it has {count} samples, {source.listed.samples} by its list")
 
 
 class _StrictInfo(tarfile.TarInfo):
@@ -353,6 +366,9 @@ def read_documents(
     `follow` is called with a function that returns how many of the file's bytes were read so far.
     """
     try:
+        if source.kind in TABLES_AND_TOKENS:
+            with named_errors(source.path), open_regular(source.path) as file:
+                check_head(file.read(HEAD_BYTES), source.path.name, source.kind, config)
         yield from READERS[source.kind](source, config, follow)
     except (*CORRUPTION, tarfile.TarError, InvalidRecords) as error:
         raise DataError(corrupted(source, error)) from None

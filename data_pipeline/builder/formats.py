@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from data_pipeline.config import CorpusConfig, SourceKind
 from foundation.errors import DataError
+from foundation.files import GIT_LFS_POINTER
 
 BLOCK_BYTES = 1 << 20
 COMPRESSED_SUFFIXES = (".gz", ".zst")
@@ -158,14 +159,53 @@ OTHER_SUFFIXES: tuple[tuple[tuple[str, ...], tuple[str, str]], ...] = (
     ((".zip", ".bz2", ".xz", ".lz4", ".7z", ".rar", ".zstd"), PACKED_ADVICE),
     ((".tgz",), ("a compressed tar", "rename it to .tar.gz")),
 )
-# First bytes: their offset, what the file is, what to do.
-MAGIC: tuple[tuple[int, bytes, tuple[str, str]], ...] = (
-    (0, b"PAR1", ("a Parquet file", "rename it to .parquet, or set format=parquet")),
-    (0, b"ARROW1", ARROW_ADVICE),
-    (0, b"\x1f\x8b", ("compressed by gzip", "rename it to end in .gz")),
-    (0, b"\x28\xb5\x2f\xfd", ("compressed by zstd", "rename it to end in .zst")),
-    (257, b"ustar", ("a tar", "rename it to .tar, or set format=tar")),
+GZIP, ZSTD = ".gz", ".zst"
+TABLES_AND_TOKENS: tuple[SourceKind, ...] = ("parquet", "arrow", "mds", "megatron", "array")
+UTF_16 = ("text in UTF-16", "write it as UTF-8")
+# First bytes: their offset, what the file is, what to do, and the kinds or ends of names with them.
+MAGIC: tuple[tuple[int, bytes, tuple[str, str], tuple[str, ...]], ...] = (
+    (0, b"PAR1", ("a Parquet file", "rename it to .parquet, or set format=parquet"), ("parquet",)),
+    (0, b"ARROW1", ARROW_ADVICE, ("arrow",)),
+    (0, b"FEA1", ("a Feather file of version 1", "write it as Parquet"), ()),
+    (0, b"\x1f\x8b\x08", ("compressed by gzip", "rename it to end in .gz"), (GZIP,)),
+    (0, b"\x28\xb5\x2f\xfd", ("compressed by zstd", "rename it to end in .zst"), (ZSTD,)),
+    (257, b"ustar", ("a tar", "rename it to .tar, or set format=tar"), ("tar",)),
+    (0, b"PK\x03\x04", ("a zip file, such as .npz", "unpack it"), ()),
+    (0, b"7z\xbc\xaf\x27\x1c", PACKED_ADVICE, ()),
+    (0, b"\xfd7zXZ\x00", PACKED_ADVICE, ()),
+    (0, b"\x89HDF\r\n", ("an HDF5 file", "write it as Parquet, or its ids as an array"), ()),
+    (0, GIT_LFS_POINTER, ("a pointer of Git LFS", "fetch its contents by `git lfs pull`"), ()),
+    (0, codecs.BOM_UTF16_LE, UTF_16, TABLES_AND_TOKENS),
+    (0, codecs.BOM_UTF16_BE, UTF_16, TABLES_AND_TOKENS),
 )
+HEAD_BYTES = 512  # that MAGIC looks at
+
+
+def check_head(head: bytes, name: str, kind: SourceKind, config: CorpusConfig) -> None:
+    """Raise UnreadableRecords if the first bytes of a file are not of what it is read as.
+
+    With `format=text` every file is text.
+    """
+    if config.format == "text":
+        return
+    lower = name.lower()
+    packing = GZIP if lower.endswith(GZIP) else ZSTD if lower.endswith((ZSTD, ".zstd")) else ""
+    if found := _magic(head, packing or kind):
+        what, advice = found
+        expected = f"one compressed by {packing[1:]}" if packing else f"format {kind}"
+        raise UnreadableRecords(f"it is {what}, expected {expected}; {advice}")
+
+
+def _magic(head: bytes, expected: str) -> tuple[str, str] | None:
+    """Return what a file is by its first bytes and what to do, or None if nothing is unexpected."""
+    return next(
+        (
+            advice
+            for offset, magic, advice, kinds in MAGIC
+            if head.startswith(magic, offset) and expected not in kinds
+        ),
+        None,
+    )
 
 
 def stated_kind(config: CorpusConfig) -> SourceKind | None:
@@ -211,9 +251,8 @@ def kind_by_contents(path: Path) -> SourceKind:
         if plain.endswith(ends):
             raise _refused(path, *advice)
     head = _head(path)
-    for offset, magic, advice in MAGIC:
-        if head.startswith(magic, offset):
-            raise _refused(path, *advice)
+    if advice := _magic(head, "text"):
+        raise _refused(path, *advice)
     first_line = _first_json(head)
     if plain.endswith(JSON_SUFFIX):
         if plain == "index.json" and b'"shards"' in head:

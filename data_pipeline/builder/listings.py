@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_pipeline.builder.formats import INDEX_SUFFIX, holds_records, without_compression
+from data_pipeline.builder.formats import (
+    INDEX_SUFFIX,
+    holds_records,
+    is_compressed,
+    without_compression,
+)
 from data_pipeline.config import SourceKind
 from foundation.errors import DataError
 from foundation.files import LARGEST_LIST_BYTES, read_json
@@ -34,7 +39,10 @@ SPLIT = re.compile(
     r"(?![a-z])"
 )
 OF_SPLITS = (".txt", ".raw", ".tokens", ".bin", ".npy", INDEX_SUFFIX)
-NUMBERED = re.compile(r"(?P<start>.*?\d+)-of-(?P<total>\d+)(?P<end>\D*)")
+# The hub has also named files with a hash behind: train-00000-of-00002-a09b74b3ef9c3b56.parquet.
+NUMBERED = re.compile(
+    r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)(-[0-9a-f]{16})?(?P<end>\D*)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,7 @@ def listed_files(
         gone = set().union(*excluded.values())
         names = [name for name in names if name not in gone]
     _check_numbers(root, names, tell)
+    _check_packed(root, names)
     return {name: listed.get(name, ListedFile(name)) for name in names}
 
 
@@ -211,8 +220,16 @@ def _of_shards(content: dict[str, Any], folder: PurePosixPath) -> Files:
 
 def _of_tars(content: dict[str, Any], folder: PurePosixPath) -> Files:
     """Read the index that `widsindex` writes beside tars."""
-    urls = (shard["url"] for shard in content["shardlist"])
-    return tuple((ListedFile(str(folder / PurePosixPath(url).name)),) for url in urls)
+    return tuple(
+        (
+            ListedFile(
+                str(folder / PurePosixPath(shard["url"]).name),
+                shard.get("filesize"),
+                shard.get("nsamples"),
+            ),
+        )
+        for shard in content["shardlist"]
+    )
 
 
 Files = tuple[tuple[ListedFile, ...], ...]
@@ -246,19 +263,32 @@ def _present(root: Path, listing: Listing, present: frozenset[str]) -> Iterator[
 
 
 def _check_numbers(root: Path, names: list[str], tell: Tell) -> None:
-    """Tell which files are missing by names like train-00001-of-00002; DataError for two totals."""
-    numbered: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    """Tell which files are missing by names like train-00001-of-00002; DataError for two totals.
+
+    Also for two files of one number.
+    """
+    numbered: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(dict)
     for name in names:
-        if found := NUMBERED.fullmatch(name):
-            start = found["start"].rstrip("0123456789")
-            totals = numbered[start, found["end"].lower()]
-            totals[found["total"]] = totals.get(found["total"], 0) + 1
+        if match := NUMBERED.fullmatch(name):
+            totals = numbered[match["start"], match["end"].lower()]
+            totals.setdefault(match["total"], []).append(int(match["number"]))
     for (start, end), totals in numbered.items():
-        if len(totals) > 1:
+        if len(totals) > 1 or any(len(set(each)) < len(each) for each in totals.values()):
             raise DataError(
                 f"{root} has {start}* of {' and of '.join(sorted(totals))} files, two versions of "
                 "one data set; remove one"
             )
-        for total, count in totals.items():
-            if count < int(total):
-                tell(f"found {count} of {int(total)} files", [f"{start}*{end}"])
+        for total, numbers in totals.items():
+            if len(numbers) < int(total):
+                tell(f"found {len(numbers)} of {int(total)} files", [f"{start}*{end}"])
+
+
+def _check_packed(root: Path, names: list[str]) -> None:
+    """Raise DataError for a file and its compressed form."""
+    plain: dict[str, str] = {}
+    for name in names:
+        other = plain.setdefault(without_compression(name), name)
+        if is_compressed(name) != is_compressed(other):
+            raise DataError(
+                f"{root / name} is {other} in another form, by their names; remove one of them"
+            )

@@ -200,11 +200,10 @@ def _columns(names: list[str], source: SourceFile, config: CorpusConfig) -> list
 
 def _texts(column: Any, source: SourceFile, config: CorpusConfig) -> list[bytes | None]:
     values = _values(column)
-    found = next((value for value in values if not isinstance(value, bytes | None)), None)
-    if found is not None:
+    if not all(isinstance(value, bytes | None) for value in values):
         raise DataError(
-            f"column {config.text_field!r} of {source.path} holds {type(found).__name__}, "
-            "expected text; set text_field"
+            f"column {config.text_field!r} of {source.path} holds {column.type}, expected text; "
+            "set text_field"
         )
     return values
 

@@ -48,11 +48,8 @@ HEAD = struct.Struct("<9sQBQQ")
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 INTEGERS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron's codes
 ARRAY_SUFFIX, NUMPY_MAGIC = ".npy", b"\x93NUMPY"
-# First bytes of what holds no plain numbers.
+# First bytes of what holds no plain numbers, besides those of other formats.
 NO_ARRAY = {
-    b"PK\x03\x04": "it is a zip file, such as .npz: unpack it",
-    b"\x1f\x8b\x08": "it is compressed by gzip: unpack it",
-    b"\x28\xb5\x2f\xfd": "it is compressed by zstd: unpack it",
     (20240520).to_bytes(4, "little"): "it has a header of llm.c, 1,024 bytes: remove it",
     (20240801).to_bytes(4, "little"): "it has a header of llm.c, 1,024 bytes: remove it",
     MAGIC: "it is an index of Megatron: name its .bin file",

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from data_pipeline.builder.build_tokenizer import given_tokenizer
+from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.vocabulary:
             home = Path(name)
             settings = TokenizerConfig(kind="words", end_token=arguments.end_token)
-            given_tokenizer(arguments.vocabulary, settings).save(home / TOKENIZER_DIRECTORY)
+            given_tokenizer(arguments.vocabulary, settings).load().save(home / TOKENIZER_DIRECTORY)
         config = with_known_vocabulary(config, home)
         module = import_state(read_state(arguments.state_dict), config.model)
         loss = checked_loss(module)

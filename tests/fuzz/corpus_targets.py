@@ -18,7 +18,8 @@ import zstandard
 
 from data_pipeline import cli as data_pipeline
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.build_tokenizer import given_tokenizer, make_tokenizer, train_tokenizer
+from data_pipeline.builder.build_tokenizer import make_tokenizer, train_tokenizer
+from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.config import CacheConfig, CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import HASH_BYTES, HEADER_BYTES, lengths_content
@@ -145,7 +146,7 @@ def tokenizer_targets(directory: Path) -> dict[str, Target]:
     tokenizers = {
         "SentencePiece model": train_tokenizer("unigram", 320, texts),
         "tokenizer.json": Tokenizer("huggingface", byte_level_json(texts).encode(), options),
-        "tiktoken ranks": given_tokenizer(ranks, given),
+        "tiktoken ranks": given_tokenizer(ranks, given).load(),
         "words": make_tokenizer(TokenizerConfig(kind="words"), texts),
         "characters": make_tokenizer(TokenizerConfig(kind="characters"), texts),
     }

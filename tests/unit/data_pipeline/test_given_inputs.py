@@ -11,6 +11,7 @@ import re
 import shutil
 import struct
 import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -382,9 +383,27 @@ def with_dictionary(path: Path) -> None:
     path.write_bytes(zstandard.ZstdCompressor(dict_data=trained).compress(b"".join(samples)))
 
 
+RECORDS = b'{"text": "one"}\n'
+GIT_LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
+
+
+def holding(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("name", "write", "is_damaged"),
     [
+        *((name, holding(GIT_LFS), False) for name in ("x.txt", "x.jsonl.gz", "x.tar", "x.mds")),
+        ("x.npy", holding(GIT_LFS), False),
+        ("x.npy", holding(b"\x89HDF\r\n\x1a\n" + bytes(80)), False),
+        ("x.jsonl", holding(gzip.compress(RECORDS)), False),
+        ("x.jsonl.zst", holding(gzip.compress(RECORDS)), False),
+        ("x.tar", holding(gzip.compress(RECORDS)), False),
+        ("x.arrow", lambda path: parquet(path, {"text": ["one"]}), False),
+        ("x.jsonl", holding(RECORDS.decode().encode("utf-16")), False),
+        ("x.jsonl", holding(b'[{"text": "one"},\n {"text": "two"}]'), False),
+        ("x.jsonl.gz", holding(b"<!DOCTYPE html>"), True),
         ("x.parquet", two_columns, False),
         ("x.jsonl.zst", with_dictionary, False),
         ("x.jsonl", lambda path: path.write_text('{"text": "one"}\n{"text": "tw'), True),

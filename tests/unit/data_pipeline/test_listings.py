@@ -82,6 +82,20 @@ def save_tars(folder: Path) -> None:
     (folder / "shardindex.json").write_text(json.dumps(index))
 
 
+def save_hashed(folder: Path) -> None:
+    save_parquet(folder)
+    for number, path in enumerate(sorted(folder.rglob("*-of-00003.parquet"))):
+        path.rename(path.with_name(f"{path.stem}-a09b74b3ef9c3b5{number}.parquet"))
+
+
+def replace_tar(folder: Path) -> None:
+    from webdataset import TarWriter
+
+    with TarWriter(str(folder / "a.tar")) as writer:
+        for key in "ab":
+            writer.write({"__key__": key, "txt": key})
+
+
 def lose(pattern: str) -> Callable[[Path], None]:
     return lambda folder: sorted(folder.rglob(pattern))[1].unlink()
 
@@ -131,12 +145,17 @@ ZSTD = {"compression": "zstd"}
         (save_parquet, {}, lambda f: save_parquet(f, 1), REFUSED),
         (save_parquet, {}, lambda f: (f / "data" / "_delta_log").mkdir(), REFUSED),
         (save_parquet, {}, lambda f: (f / ".hoodie").mkdir(), REFUSED),
+        (save_hashed, {}, lose("*.parquet"), "found 2 of 3 files"),
+        (save_hashed, {}, lambda f: save_parquet(f, 1), REFUSED),
+        (save_hashed, {}, double("*.parquet", "train-00000-of-00003-0123456789abcdef.parquet"),
+         REFUSED),
         (save_megatron, MEGATRON, lose("*.bin"), REFUSED),
         (save_megatron, MEGATRON, lose("*.idx"), REFUSED),
         (save_megatron, MEGATRON, shrink("*.bin"), REFUSED),
         (save_megatron, MEGATRON, lambda f: (f / "x.py").write_text("ab"), "x.py"),
         (save_tars, {}, lose("*.tar"), REFUSED),
         (save_tars, {}, double("*.tar", "c.tar"), "c.tar"),
+        (save_tars, {}, replace_tar, REFUSED),
     ],
 )  # fmt: skip
 def test_a_data_set_is_what_it_lists_of_itself(tmp_path, make, settings, change, outcome):
@@ -188,6 +207,17 @@ def test_validation_and_test_splits_beside_a_training_split_are_no_training_text
     if held_out:  # they are read where they are named
         asked = tmp_path / "in" / held_out[0]
         assert build(tmp_path / "in", input=(asked,))[0] == held_out[:1]
+
+
+@pytest.mark.parametrize(
+    "names",
+    ["a.jsonl a.jsonl.gz", "x-0-of-2.jsonl x-0-of-3.jsonl", "x-1-of-2.jsonl x-01-of-2.jsonl"],
+)
+def test_a_file_in_two_forms_or_versions_is_refused(tmp_path, names):
+    for name in names.split():
+        write_jsonl(tmp_path / "in" / name, [name])
+    with pytest.raises(UserError, match="remove one"):
+        build(tmp_path / "in")
 
 
 def array_folder(folder: Path, **files: np.ndarray | bytes) -> Path:

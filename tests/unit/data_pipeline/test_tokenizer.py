@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.build_tokenizer import given_tokenizer, make_tokenizer, train_tokenizer
+from data_pipeline.builder.build_tokenizer import make_tokenizer, train_tokenizer
+from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.tokenizer import Tokenizer, fingerprint_of, read_fingerprint
@@ -70,7 +71,7 @@ def tokenizers(files) -> dict[str, Tokenizer]:
         kind: make_tokenizer(TokenizerConfig(kind=kind, vocab_size=size), texts_for_training())
         for kind, size in sizes.items()
     }
-    return own | {kind: given_tokenizer(*each) for kind, each in files.items()}
+    return own | {kind: given_tokenizer(*each).load() for kind, each in files.items()}
 
 
 def ids_of_the_library(files, kind: str, text: str) -> list[int]:
@@ -136,12 +137,20 @@ def test_sizes_of_tokens_add_up_to_those_of_the_text(tokenizers, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_corpus_is_built_with_it_and_gives_its_texts_back(files, kind, tmp_path):
+def test_a_corpus_is_built_with_it_loaded_once_and_gives_its_texts_back(
+    files, kind, tmp_path, monkeypatch
+):
     path, config = files[kind]
     texts = texts_for_training()[:12]
     given = replace(config, path=path)
     notes: list[object] = []
+    starts: list[object] = []
+    start = confined.ConfinedVocabulary._start
+    monkeypatch.setattr(
+        confined.ConfinedVocabulary, "_start", lambda self: start(self) or starts.append(self)
+    )
     build_corpus(config_of(tmp_path, texts, tokenizer=given), notes.append)
+    assert len(starts) == 1
     is_altered = any("alters texts" in str(note) for note in notes)
     found = documents_of(tmp_path / "out" / "train")
     if kind == "sentencepiece":  # its own normalization makes one space of a newline
@@ -156,20 +165,22 @@ def test_the_end_of_a_document_follows_from_the_files_beside_or_the_setting(file
     content = (files["byte-level json"][0] / "tokenizer.json").read_text()
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    assert given_tokenizer(tmp_path, TokenizerConfig()).options == {"end_token": END}
+    assert given_tokenizer(tmp_path, TokenizerConfig()).load().options == {"end_token": END}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "the"}}))
     with pytest.raises(DataError, match="'the'"):
-        given_tokenizer(tmp_path, TokenizerConfig())
-    named = given_tokenizer(tmp_path, TokenizerConfig(end_token=END))
+        given_tokenizer(tmp_path, TokenizerConfig()).load()
+    named = given_tokenizer(tmp_path, TokenizerConfig(end_token=END)).load()
     assert named.decode([named.end_id]) == ""
     path.write_text(content.replace(END, "<bye>"))
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.end"):
-        given_tokenizer(path, TokenizerConfig())
+        given_tokenizer(path, TokenizerConfig()).load()
 
 
 def test_a_piece_may_end_documents_that_do_not_contain_it(files):
-    tokenizer = given_tokenizer(files["sentencepiece"][0], TokenizerConfig(end_token="<end>"))
+    tokenizer = given_tokenizer(
+        files["sentencepiece"][0], TokenizerConfig(end_token="<end>")
+    ).load()
     assert tokenizer.encode("the river").size
     with pytest.raises(DataError, match=str(tokenizer.end_id)):
         tokenizer.encode("the <end> river")
@@ -214,6 +225,7 @@ def test_a_small_file_with_a_large_id_is_refused(files, tokenizers):
         ("x.tiktoken", b"IQ== 99999999\n"),
         ("x.tiktoken", b"!! 3\n"),
         ("without a pattern.tiktoken", b"garbage"),
+        ("x.model", b"version https://git-lfs.github.com/spec/v1\nsize 9\n"),
     ],
 )
 def test_a_wrong_file_is_one_line(files, tmp_path, name, content):
@@ -225,17 +237,26 @@ def test_a_wrong_file_is_one_line(files, tmp_path, name, content):
         content = right.replace(b'{"version"', content, 1)
     (tmp_path / name).write_bytes(content)
     with pytest.raises((DataError, ConfigError)) as error:
-        given_tokenizer(tmp_path / name, config)
+        given_tokenizer(tmp_path / name, config).load()
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
+    assert ("git lfs pull" in str(error.value)) == (name == "x.model")
+
+
+def test_a_folder_with_another_file_of_a_tokenizer_names_it(tmp_path):
+    with pytest.raises(DataError, match="has no tokenizer"):
+        given_tokenizer(tmp_path, TokenizerConfig())
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(DataError, match=r"; give .*/tokenizer\.model$"):
+        given_tokenizer(tmp_path, TokenizerConfig())
 
 
 def test_a_corpus_in_place_of_a_tokenizer_is_refused_with_the_tokenizer_in_it(tmp_path):
     Tokenizer("bytes").save(tmp_path / "tokenizer")
     with pytest.raises(DataError) as error:
-        given_tokenizer(tmp_path, TokenizerConfig())
+        given_tokenizer(tmp_path, TokenizerConfig()).load()
     given = str(error.value).rpartition(", ")[2]
-    assert given_tokenizer(Path(given), TokenizerConfig()).kind == "bytes"
+    assert given_tokenizer(Path(given), TokenizerConfig()).load().kind == "bytes"
 
 
 @pytest.mark.parametrize(
