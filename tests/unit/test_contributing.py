@@ -1,0 +1,79 @@
+"""What contributors and their tools read names commands, files and numbers that exist."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+
+import pytest
+import yaml
+
+from foundation.cli import Program
+from tests.helpers.checkout import ROOT
+
+YAML_FILES = [
+    *sorted((ROOT / ".github").rglob("*.yml")),
+    ROOT / ".pre-commit-config.yaml",
+    ROOT / "CITATION.cff",
+]
+GUIDES = ("AGENTS.md", "CONTRIBUTING.md")
+PROGRAMS = {"data-pipeline": "data_pipeline", "pretrain": "pretrain", "launcher": "launcher"}
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: path.name)
+def test_yaml_files_are_objects(path):
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_the_public_workflow_runs_what_every_submission_runs():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = workflow["jobs"]["ci"]["steps"]
+    assert [step["run"].split()[-1] for step in steps if "run" in step] == [".ci/run"]
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def test_hooks_before_a_commit_run_tools_of_the_lock():
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    locked = (ROOT / "requirements-dev.lock").read_text()
+    for hook in repository["hooks"]:
+        tool = re.fullmatch(r"\.venv/bin/(\S+) .*", hook["entry"])
+        assert tool is not None
+        assert re.search(rf"^{tool[1]}==", locked, re.MULTILINE)
+
+
+def test_versions_agree():
+    stated = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert stated is not None
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == stated[1]
+    assert f"### In {stated[1]}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_commands_of_a_guide_exist(guide):
+    text = (ROOT / guide).read_text()
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    lines = [line for block in blocks for line in block.splitlines() if line.strip()]
+    for line in [*lines, container["postCreateCommand"]]:
+        words = [word for word in shlex.split(line, comments=True) if "=" not in word[:20]]
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", MAKEFILE, re.MULTILINE), line
+        elif words[0] in PROGRAMS:
+            program = importlib.import_module(f"{PROGRAMS[words[0]]}.cli").PROGRAM
+            assert isinstance(program, Program)
+            assert words[1] in program.commands, line
+        else:
+            assert words[0] in ("python", "pyright", "source"), line
+        for path in (word for word in words if word.startswith("tests/")):
+            assert (ROOT / path).exists(), line
+
+
+def test_exit_statuses_of_agents_are_those_of_the_commands():
+    tables = [
+        re.findall(r"^\| \d+ \| .*$", (ROOT / page).read_text(), re.MULTILINE)
+        for page in ("AGENTS.md", "docs/commands.md")
+    ]
+    assert tables[0] == tables[1] != []
