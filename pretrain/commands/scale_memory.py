@@ -79,7 +79,7 @@ def _law_text(fit: MemoryFit) -> str:
 
 
 def _row(found: BestMemory) -> list[str]:
-    memory = shown(found.memory, lambda value, _: f"{value:.0f}")
+    memory = shown(found.memory, "{:.0f}".format)
     return [
         flops_text(found.flops),
         f"at least {memory}" if found.is_edge else memory,

@@ -9,10 +9,12 @@ from foundation.errors import ConfigError
 from pretrain.commands.scale import add_question, add_runs, check_question
 from pretrain.commands.scale_fit import points_of
 from pretrain.scaling.fit import refuse_wild, run_doubts
-from pretrain.scaling.law import ParametricFit, amount, as_loss, fixed, shown
+from pretrain.scaling.law import ParametricFit, amount, as_loss, shown
 from pretrain.scaling.table import Columns
 from pretrain.scaling.task_fit import FARTHEST, TaskFit, fit_task
 from pretrain.terminal.text import counted
+
+_as_percent = "{:.1%}".format
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +80,7 @@ def _prediction(task: TaskFit, loss: str, arguments: argparse.Namespace) -> list
         *lines,
         *doubts,
         f"N {amount(parameters)}, D {amount(tokens)}: {loss} {shown(found, as_loss)}, "
-        f"{arguments.accuracy} {shown(accuracy, _percent)}",
+        f"{arguments.accuracy} {shown(accuracy, _as_percent)}",
     ]
 
 
@@ -94,7 +96,3 @@ def _step_lines(task: TaskFit, loss: str, accuracy: str) -> list[str]:
         f"(1 + exp({found.steepness:.3g} ({loss} - {found.middle:.3f}))), mean absolute error "
         f"{100 * task.mean_error:.2f} points",
     ]
-
-
-def _percent(value: float, half: float = math.nan) -> str:
-    return f"{fixed(100 * value, 100 * half, '.1f')}%"

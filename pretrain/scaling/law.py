@@ -24,7 +24,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -36,8 +35,10 @@ LEVEL = 95  # percent
 FEWEST_GROUPS = 4
 FEWEST_FREE = 3  # degrees of freedom
 MOST_GROUPS = 20  # of many budgets, every twentieth is left out at once
-MOST_DECIMALS = 6
 NORMAL = 1.96  # standard deviations on either side that hold 95%
+Text = Callable[[float], str]  # how a number is written
+as_exponent: Text = "{:.3f}".format
+as_factor: Text = "{:.4g}".format  # a constant of a law
 
 
 @dataclass(frozen=True)
@@ -89,47 +90,26 @@ def students(
     return Interval(value, float(ends[0]), float(ends[1]))
 
 
-Text = Callable[[float, float], str]  # of a number whose interval is of that half-width, or NaN
-
-
 def shown(interval: Interval, text: Text) -> str:
-    """An interval as `value [low, high]`, to two digits of half its width; the value alone where
-    there is no interval.
-    """
-    half = (interval.high - interval.low) / 2
-    if math.isnan(half):
-        return text(interval.value, math.nan)
-    value, low, high = (text(each, half) for each in vars(interval).values())
-    return f"{value} [{low}, {high}]"
-
-
-def fixed(value: float, half: float = math.nan, usual: str = ".4f") -> str:
-    """The number to two digits of `half`, at most MOST_DECIMALS; else by the `usual` format; `-`
-    for none.
-    """
-    if not math.isfinite(value):
-        return "-"
-    if not 0 < half < math.inf:
-        return f"{value:{usual}}"
-    digits = abs(value) if 0 < 50 * abs(value) < half else half  # a far wider interval: its own
-    decimals = min(1 - math.floor(math.log10(digits)), MOST_DECIMALS)
-    return f"{round(value, decimals):.{max(decimals, 0)}f}"
+    """Return an interval as `value [low, high]`, the value alone where there is no interval."""
+    value, low, high = map(text, vars(interval).values())
+    return value if math.isnan(interval.low) else f"{value} [{low}, {high}]"
 
 
 def amount(value: float) -> str:
-    """Parameters or tokens as they were requested or counted: `10M`, `2.2G`."""
+    """Return parameters or tokens as they were requested or counted: `10M`, `2.2G`."""
     return si(value).replace(" ", "")
 
 
-def as_size(value: float, half: float = math.nan) -> str:
-    """Estimated parameters or tokens: `10.0M`, `2.20G`, `-` for none."""
+def as_size(value: float) -> str:
+    """Return estimated parameters or tokens: `10.0M`, `2.20G`, `-` for none."""
     number, prefix = prefixed(value)
-    return fixed(number, half * number / value if value else half, "#.3g").rstrip(".") + prefix
+    return f"{number:#.3g}".rstrip(".") + prefix if math.isfinite(value) else "-"
 
 
-as_loss = fixed  # in nats per token: `1.6640`
-as_exponent = partial(fixed, usual=".3f")
-as_factor = partial(fixed, usual=".4g")  # a constant of the law
+def as_loss(value: float) -> str:
+    """Return nats per token: `1.6640`, `-` for none."""
+    return f"{value:.4f}" if math.isfinite(value) else "-"
 
 
 NAMES = ("E", "A", "B", "alpha", "beta")

@@ -1,4 +1,4 @@
-"""`make scaling-demo`, as far as seconds allow: its text, and every command but the training."""
+"""`examples/scaling-demo.sh` as far as seconds allow: its text, every command but the training."""
 
 from __future__ import annotations
 
@@ -31,12 +31,24 @@ LAW = Law(E=1.0, A=89.4, B=600.0, alpha=0.5, beta=0.5)  # 45 tokens per paramete
 SMALLEST_TEXT = 5.5e6  # bytes; what this Python and its neighbors ship is more
 
 
+# In place of the programs that the script runs: each prints its command line.
+PROGRAMS = """
+say() { printf '%q ' "$@"; echo; }
+for program in python data-pipeline pretrain launcher; do
+    eval "$program() { say $program \\"\\$@\\"; }"
+done
+"""
+
+
 @pytest.fixture(scope="module")
-def commands() -> list[list[str]]:
-    """What the recipe runs, as words."""
-    recipe = ["make", "--dry-run", "--old-file=.venv/.installed", "scaling-demo"]
-    done = subprocess.run(recipe, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return [shlex.split(line) for line in done.stdout.replace("\\\n", " ").splitlines()]
+def commands(tmp_path_factory) -> list[list[str]]:
+    """What the script runs, as words."""
+    script = PROGRAMS + (ROOT / "examples" / "scaling-demo.sh").read_text()
+    folder = tmp_path_factory.mktemp("empty")  # not where a demo has left its runs
+    printed = subprocess.run(
+        ["bash", "-ec", script], cwd=folder, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return list(map(shlex.split, printed.stdout.splitlines()))
 
 
 def lowest_at(rate: float, run: RunConfig) -> float:
@@ -49,7 +61,7 @@ def walk(words: list[str], here: Path) -> list[str]:
     """Run a command of the demo in `here`; runs are not trained, but leave what training leaves."""
     program, *rest = [
         word.replace("runs/scaling-demo", str(here)).replace(EXPERIMENT, str(here / "demo.yaml"))
-        for word in (words[words.index("||") + 1 :] if "||" in words else words)
+        for word in words
     ]
     if program == "data-pipeline":
         rest[1] = str(ROOT / rest[1])
