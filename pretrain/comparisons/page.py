@@ -22,9 +22,10 @@ from pretrain.reporting.charts import (
     spread_colors,
 )
 from pretrain.scaling.collect import Row, read_rows
+from pretrain.scaling.fit_charts import LOSS
 from pretrain.scaling.law import amount, as_loss
 from pretrain.scaling.learning_rate import Tuned, best_rate_lines, rates_table, tuned_rates
-from pretrain.scaling.report import LOSS, Part, write_parts
+from pretrain.scaling.report import Part, write_parts
 from pretrain.scaling.table import csv_rows
 from pretrain.terminal.text import counted, fitted_table, flops_text
 

@@ -1,11 +1,6 @@
 """One fit: every law on the same runs, with intervals, which of them to rely on, and how far.
 
-The largest budget is left out and predicted by the laws of the others: the law with the least error
-of the loss comes first, among equals the one with fewer numbers. Never relied on are a law whose
-errors on its own runs have a trend, and a tied law where the runs show that the exponents differ;
-and none is if the best error is above HOPELESS.
-
-Legend: P points.
+docs/scaling.md says how the law that comes first is chosen. Legend: P points.
 """
 
 from __future__ import annotations
@@ -48,31 +43,43 @@ TITLES = {
     "isoflop": "2 IsoFLOP",
     "lowest": "1 lowest runs",
 }
-NUMBERS = {"lowest": 4, "tied": 4, "parametric": 5, "isoflop": 6}
-ROUGH_FLOPS_LAW = 0.03
-NEAR = 3.0  # times the lowest run's size: the runs of the left-out budget that count
-SAME_ERROR = 2e-4  # of the loss: errors that differ by less are equal, since seeds differ by more
-HOPELESS = 0.1  # error of the loss from which no law is recommended
-DISAGREEMENT = 1.5  # ratio of the laws' N* from which there is a warning
-BEYOND = 10.0  # laws are also compared at this multiple of the largest budget
-FAR = 4.5  # standard deviations: of 1,000 sweeps of 240 runs, two have a run this far by chance
-GROSS = 0.5  # relative error of an outlier, however few runs there are to measure the noise by
-MOST_OUTLIERS = 0.1  # a larger part of the runs (but one) is not a few that went wrong
-MOST_NAMED = 3
-UNLIKELY = 1e-3  # of a trend by chance
-UNTIED = 0.05  # of exponents that differ by chance
-SMALLEST_DIFFERENCE = 1e-6  # relative: errors of the solver
-SMALLEST_ERROR = 1e-3  # relative: no smaller one is an outlier, a trend, or a loss that falls
-FURTHEST = 100.0  # times the largest budget (or below the smallest by as much)
-FURTHEST_UNCHECKED = 10.0  # with two budgets, which nothing checks
-WIDEST = 10.0  # high over low end of the interval of N*
-LARGEST_DISAGREEMENT = 3.0
-FURTHEST_AXIS = 30.0  # times the largest N or D, for the loss of one run
-WIDEST_LOSS = 1.2  # high over low end of the interval of one run's loss
+NUMBERS = {"lowest": 4, "tied": 4, "parametric": 5, "isoflop": 6}  # that a law fits
+MOST_NAMED = 3  # outliers in a warning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where a fit is warned of, doubted or refused; ratios unless they say otherwise."""
+
+    # The ranking of laws by the left-out budget.
+    near: float = 3.0  # of size: the lowest run's neighbors, which decide what N* is
+    same_error: float = 2e-4  # of the loss: seeds differ by more
+    hopeless: float = 0.1  # error of the loss: no law of the four describes such runs
+    # Outliers and trends of a law's errors on its own runs.
+    far: float = 4.5  # standard deviations: of 1,000 sweeps of 240 runs two go so far by chance
+    gross: float = 0.5  # error of an outlier, however few runs there are to measure the noise by
+    most_outliers: float = 0.1  # of the runs: more are not a few that went wrong
+    smallest_error: float = 1e-3  # below it nothing is an outlier, a trend, or a loss that falls
+    trend: float = 1e-3  # chance of a trend without a cause
+    untied: float = 0.05  # chance that equal exponents seem to differ
+    rounding: float = 1e-6  # errors of the solver
+    # Predictions beyond the runs.
+    beyond: float = 10.0  # the multiple of the largest budget that is answered unless another is
+    disagreement: float = 1.5  # of the laws' N* there, which is worth a warning
+    largest_disagreement: float = 3.0  # ... and which is a reason not to answer
+    furthest: float = 100.0  # times the largest budget, or below the smallest
+    furthest_unchecked: float = 10.0  # the same with two budgets: none is left to check a law on
+    furthest_axis: float = 30.0  # times the largest N or D, for the loss of one run
+    widest: float = 10.0  # high over low end of the interval of N*
+    widest_loss: float = 1.2  # the same of one run's loss
+    rough_flops_law: float = 0.03  # of FLOPs per token about their power law
+
+
+LIMITS = Limits()
 
 
 def estimate(points: Points) -> tuple[dict[str, Fitted], dict[str, str]]:
-    """Fit every law; the reason for each that these runs do not allow."""
+    """Return every law fitted, and the reason for each that these runs do not allow."""
     fits: dict[str, Callable[[], Fitted]] = {
         "parametric": lambda: fit_parametric(points),
         "tied": lambda: fit_parametric(points, tied=True),
@@ -124,6 +131,11 @@ class Fit:
         return float(self.points.budgets[-1])
 
     @property
+    def beyond(self) -> float:
+        """FLOPs that are answered unless others are asked for."""
+        return LIMITS.beyond * self.largest
+
+    @property
     def valleys(self) -> tuple[Valley, ...]:
         """Approach 2's parabolas, if these runs allow them."""
         isoflop = self.approach("isoflop")
@@ -138,7 +150,7 @@ class Fit:
         if first.key == "lowest" and self.doubts:  # it ranks nothing: every other law is in doubt
             return next(iter(self.doubts.values()))
         error = self.left_out.get(first.key, 0.0)
-        return f"the best one's left-out error is {error:.1%}" if error > HOPELESS else ""
+        return f"the best one's left-out error is {error:.1%}" if error > LIMITS.hopeless else ""
 
     def approach(self, key: str) -> Approach | None:
         """The approach of that key, if these runs allow it."""
@@ -168,7 +180,7 @@ def fit_all(runs: Points) -> Fit:
     least = min(errors.values(), default=0.0)
 
     def place(key: str) -> tuple[bool, bool, float, int]:
-        worse = math.floor((errors[key] - least) / SAME_ERROR) if key in errors else math.inf
+        worse = math.floor((errors[key] - least) / LIMITS.same_error) if key in errors else math.inf
         return key in doubts, key == "lowest", worse, NUMBERS[key] if errors else 0
 
     fit = Fit(
@@ -187,7 +199,7 @@ def fit_all(runs: Points) -> Fit:
 
 
 def approach_of(key: str, law: Fitted, points: Points, flops_law: FlopsLaw) -> Approach:
-    """A law of these runs with its intervals, or why it has none."""
+    """Return a law of these runs with its intervals, or why it has none."""
     approach = Approach(key, TITLES[key], law, law.line(flops_law))
     if isinstance(law, FrontierFit):
         return replace(approach, no_interval=law.no_interval)
@@ -198,8 +210,8 @@ def approach_of(key: str, law: Fitted, points: Points, flops_law: FlopsLaw) -> A
 
 
 def left_out_errors(points: Points, laws: Mapping[str, Fitted]) -> dict[str, float]:
-    """Each law's mean |relative error| of the largest budget's losses, fitted to those below; none
-    with fewer than three budgets.
+    """Return each law's mean |relative error| of the largest budget's losses, fitted to the others;
+    {} with fewer than three budgets.
 
     `laws` are those of all budgets. Errors are of the runs near N*, those that all laws predict.
     """
@@ -212,7 +224,7 @@ def left_out_errors(points: Points, laws: Mapping[str, Fitted]) -> dict[str, flo
     isoflop, size = laws.get("isoflop"), float(last.parameters_P[last.loss_P.argmin()])
     for valley in isoflop.used if isinstance(isoflop, FrontierFit) else ():
         size = valley.parameters if valley.budget == budgets[-1] else size
-    near_P = np.abs(np.log(last.parameters_P / size)) <= np.log(NEAR)
+    near_P = np.abs(np.log(last.parameters_P / size)) <= np.log(LIMITS.near)
     near_P &= np.all([np.isfinite(loss_P) for loss_P in predicted.values()] or [near_P], axis=0)
     if not near_P.any():
         near_P[last.loss_P.argmin()] = True
@@ -224,7 +236,7 @@ def left_out_errors(points: Points, laws: Mapping[str, Fitted]) -> dict[str, flo
 
 
 def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
-    """The law's predictions of the runs that were held out, with their measured losses."""
+    """Return the law's predictions of the runs that were held out, with their measured losses."""
     held = runs.take(runs.holdout_P)
     columns_P4 = np.stack([held.parameters_P, held.tokens_P, held.flops_P, held.loss_P], axis=1)
     return tuple(
@@ -234,12 +246,12 @@ def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
 
 
 def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
-    """L(N, D) by a law, with its interval if it has one."""
+    """Return L(N, D) by a law, with its interval if it has one."""
     return law.loss_of(lambda line: law_of(line).law.loss(parameters, tokens))
 
 
 def disagreement(fit: Fit, flops: float) -> float:
-    """The largest N* over the smallest at C FLOPs, by the laws that may be relied on; 1 of one."""
+    """Return the largest N* over the smallest at C FLOPs, by the laws to rely on; 1 of one."""
     rivals = [each for each in fit.approaches if each.key not in (*fit.doubts, "lowest")]
     sizes = np.array([float(each.line.log_parameters(np.log(flops))) for each in rivals])
     finite = sizes[np.isfinite(sizes)]
@@ -247,7 +259,7 @@ def disagreement(fit: Fit, flops: float) -> float:
 
 
 def noise_of(error_P: Array, numbers: int = NUMBERS["parametric"]) -> float:
-    """The standard deviation of relative errors, of which none counts more than TOLERATED of it."""
+    """Return the standard deviation of relative errors, each counted as TOLERATED of it at most."""
     free = max(len(error_P) - numbers, 1)
     scale = float(np.sqrt((error_P**2).sum() / free))
     for _ in range(30):
@@ -257,7 +269,7 @@ def noise_of(error_P: Array, numbers: int = NUMBERS["parametric"]) -> float:
 
 
 def _doubts(points: Points, laws: Mapping[str, Fitted]) -> dict[str, str]:
-    """Why a law of approach 3 is not relied on: a trend of its errors, or exponents that differ."""
+    """Return why a law of approach 3 is not relied on: errors with a trend, unequal exponents."""
     from scipy.special import fdtrc
 
     doubts = {}
@@ -270,41 +282,43 @@ def _doubts(points: Points, laws: Mapping[str, Fitted]) -> dict[str, str]:
     if len(errors) == 2 and "tied" not in doubts:
         free = len(points) - NUMBERS["parametric"]
         scale = noise_of(errors["parametric"])
-        limit, least = TOLERATED * scale, len(points) * SMALLEST_DIFFERENCE**2
+        limit, least = TOLERATED * scale, len(points) * LIMITS.rounding**2
         bounded = (np.clip(errors[key], -limit, limit) for key in ("tied", "parametric"))
         tied, untied = (float((error_P**2).sum()) for error_P in bounded)
         ratio = max(tied - untied, 0.0) * free / max(untied, least)
-        if free > 0 and (chance := float(fdtrc(1, free, ratio))) < UNTIED:
+        if free > 0 and (chance := float(fdtrc(1, free, ratio))) < LIMITS.untied:
             doubts["tied"] = f"its exponents differ (p = {chance:.1g})"
     return doubts
 
 
 def _outliers(error_P: Array) -> Array:
-    """Which errors are far from what the others scatter by; none if they are many."""
-    is_gross_P = np.abs(error_P) > GROSS
+    """Return which errors are far from the scatter of the others; if many are, no error is."""
+    is_gross_P = np.abs(error_P) > LIMITS.gross
     noise = noise_of(error_P[~is_gross_P])
-    far_P = is_gross_P | (np.abs(error_P) > max(FAR * noise, SMALLEST_ERROR))
-    return far_P if far_P.sum() <= max(1, MOST_OUTLIERS * len(far_P)) else np.zeros_like(far_P)
+    far_P = is_gross_P | (np.abs(error_P) > max(LIMITS.far * noise, LIMITS.smallest_error))
+    return (
+        far_P if far_P.sum() <= max(1, LIMITS.most_outliers * len(far_P)) else np.zeros_like(far_P)
+    )
 
 
 def _trend(points: Points, error_P: Array, numbers: int) -> str:
-    """How the errors change with budget and shape, if noise alone is unlikely to do that."""
+    """Return how the errors change with budget and shape, if noise alone is unlikely to."""
     from scipy.special import fdtrc
 
     axes = [np.log(points.flops_P), np.log(points.tokens_P / points.parameters_P)]
-    if min(np.ptp(axis) for axis in axes) < SMALLEST_ERROR:
+    if min(np.ptp(axis) for axis in axes) < LIMITS.smallest_error:
         return ""
     c_P, r_P = (2 * (axis - axis.min()) / np.ptp(axis) - 1 for axis in axes)
     powers = ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (3, 0), (1, 2))
     terms = np.stack([c_P**i * r_P**j for i, j in powers], axis=1)
     smooth_P = terms @ np.linalg.lstsq(terms, error_P, rcond=None)[0]
     free = len(error_P) - numbers - len(powers) + 1
-    if free < FEWEST_FREE or np.abs(smooth_P).max() < SMALLEST_ERROR:
+    if free < FEWEST_FREE or np.abs(smooth_P).max() < LIMITS.smallest_error:
         return ""
     within = ((error_P - smooth_P) ** 2).sum() / free
     between = ((smooth_P - error_P.mean()) ** 2).sum() / (len(powers) - 1)
     chance = float(fdtrc(len(powers) - 1, free, between / max(within, 1e-300)))
-    if chance > UNLIKELY:
+    if chance > LIMITS.trend:
         return ""
     return f"trend of up to {np.abs(smooth_P).max():.1%} (p = {chance:.0e})"
 
@@ -322,41 +336,41 @@ def _refuse_unfit(points: Points) -> None:
             f"({points.budgets[0]:.3g} FLOPs); a law needs at least two, and a third to check it; "
             "add runs at other budgets"
         )
-    if np.ptp(points.loss_P) < SMALLEST_ERROR * points.loss_P.min():
+    if np.ptp(points.loss_P) < LIMITS.smallest_error * points.loss_P.min():
         raise DataError(
             f"{points.source}: all losses are {as_loss(float(points.loss_P.min()))} within "
-            f"{SMALLEST_ERROR:.1%}: none of these laws describes runs whose loss does not fall "
-            "with size and data; check the column of the loss, or add other budgets"
+            f"{LIMITS.smallest_error:.1%}: none of these laws describes runs whose loss does not "
+            "fall with size and data; check the column of the loss, or add other budgets"
         )
 
 
 def _warnings(fit: Fit) -> list[str]:
-    """What changes the answer."""
-    points, found = fit.points, list(fit.points.warnings)
+    """Return what changes the answer."""
+    points, lines = fit.points, list(fit.points.warnings)
     repeated = len(points) - len(set(points.names))
     if repeated:
-        found.append(
+        lines.append(
             f"{counted(repeated, 'row')} with the name of an earlier run: if they are points along "
             "one run, all but the last are mid-schedule"
         )
-    if fit.flops_law.largest_error > ROUGH_FLOPS_LAW:
-        found.append(
+    if fit.flops_law.largest_error > LIMITS.rough_flops_law:
+        lines.append(
             f"FLOPs per token differ from a power of N by up to {fit.flops_law.largest_error:.0%} "
             "(shapes or memories differ): D* carries that error"
         )
     if len(points.budgets) < 3:
-        found.append("two budgets: none is left to check the laws on")
+        lines.append("two budgets: none is left to check the laws on")
     if free := fit.approach("parametric"):
         assert isinstance(free.fit, ParametricFit)
-        found += _named_outliers(fit, free.fit.losses(points) / points.loss_P - 1)
+        lines += _named_outliers(fit, free.fit.losses(points) / points.loss_P - 1)
         if free.fit.undetermined:
-            found.append(f"these runs do not determine the {' and '.join(free.fit.undetermined)}")
-    flops = BEYOND * fit.largest
-    if (ratio := disagreement(fit, flops)) > DISAGREEMENT:
-        found.append(f"at {flops:.3g} FLOPs the laws' optimal sizes differ {ratio:.2f}x")
+            lines.append(f"these runs do not determine the {' and '.join(free.fit.undetermined)}")
+    flops = fit.beyond
+    if (ratio := disagreement(fit, flops)) > LIMITS.disagreement:
+        lines.append(f"at {flops:.3g} FLOPs the laws' optimal sizes differ {ratio:.2f}x")
     isoflop = fit.approach("isoflop")
     unused = isoflop.fit.warnings if isoflop and isinstance(isoflop.fit, FrontierFit) else ()
-    return found + [f"{TITLES['isoflop']}: {line}" for line in unused]
+    return lines + [f"{TITLES['isoflop']}: {line}" for line in unused]
 
 
 def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
@@ -368,13 +382,13 @@ def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
     named = [f"{points.names[i]} (loss {as_loss(float(points.loss_P[i]))})" for i in first]
     more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
     return [
-        f"{counted(len(order), 'run')} over {FAR:g} standard deviations off the law: "
+        f"{counted(len(order), 'run')} over {LIMITS.far:g} standard deviations off the law: "
         f"{', '.join(named)}{more}; to leave one out: --exclude '{points.names[order[0]]}'"
     ]
 
 
 def law_of_runs(fit: Fit) -> Approach:
-    """The law of N and D that comes first; ConfigError if these runs allow none."""
+    """Return the law of N and D that comes first; ConfigError if these runs allow none."""
     if fit.law is None:
         reason = fit.unavailable["parametric"]
         raise ConfigError(f"this needs a law of N and D, and there is none: {reason}")
@@ -382,39 +396,38 @@ def law_of_runs(fit: Fit) -> Approach:
 
 
 def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
-    """Reasons not to rely on this fit at these FLOPs; empty if there are none."""
+    """Return reasons not to rely on this fit at these FLOPs."""
     budgets = len(fit.points.budgets)
-    furthest = FURTHEST if budgets > 2 else FURTHEST_UNCHECKED
-    found = _outside("FLOPs", flops, fit.points.flops_P, furthest, f", with {budgets} budgets")
+    furthest = LIMITS.furthest if budgets > 2 else LIMITS.furthest_unchecked
+    reasons = _outside("FLOPs", flops, fit.points.flops_P, furthest, f", with {budgets} budgets")
     size = approach.parameters(float(np.log(flops)))
-    if size.width > WIDEST:
-        found.append(
+    if size.width > LIMITS.widest:
+        reasons.append(
             f"the interval of N* by {approach.title} is {shown(size, as_size)}, over "
-            f"{WIDEST:.0f}x wide"
+            f"{LIMITS.widest:.0f}x wide"
         )
-    if (ratio := disagreement(fit, flops)) > LARGEST_DISAGREEMENT:
-        found.append(f"the laws' optimal sizes differ {ratio:.1f}x there")
-    return found
+    if (ratio := disagreement(fit, flops)) > LIMITS.largest_disagreement:
+        reasons.append(f"the laws' optimal sizes differ {ratio:.1f}x there")
+    return reasons
 
 
 def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
-    """Reasons not to rely on this fit for the loss of one run; empty if there are none."""
+    """Return reasons not to rely on this fit for the loss of one run."""
     points = fit.points
     flops = float(np.exp(fit.flops_law.log_flops(np.log(parameters), np.log(tokens))))
-    found = [
-        *_outside("FLOPs", flops, points.flops_P, FURTHEST),
-        *_outside("parameters", parameters, points.parameters_P, FURTHEST_AXIS),
-        *_outside("tokens", tokens, points.tokens_P, FURTHEST_AXIS),
+    reasons = [
+        *_outside("FLOPs", flops, points.flops_P, LIMITS.furthest),
+        *_outside("parameters", parameters, points.parameters_P, LIMITS.furthest_axis),
+        *_outside("tokens", tokens, points.tokens_P, LIMITS.furthest_axis),
     ]
     law = law_of_runs(fit)
     if why := fit.doubts.get(law.key):
-        found.append(f"{law.title} is not relied on: {why}")
+        reasons.append(f"{law.title} is not relied on: {why}")
     loss = loss_interval(law, parameters, tokens)
-    if loss.width > WIDEST_LOSS:
-        found.append(
-            f"the interval of the loss is {shown(loss, as_loss)}, over {WIDEST_LOSS - 1:.0%} wide"
-        )
-    return found
+    if loss.width > LIMITS.widest_loss:
+        wide = f"over {LIMITS.widest_loss - 1:.0%} wide"
+        reasons.append(f"the interval of the loss is {shown(loss, as_loss)}, {wide}")
+    return reasons
 
 
 def _outside(name: str, value: float, fitted_P: Array, furthest: float, why: str = "") -> list[str]:
@@ -428,7 +441,7 @@ def _outside(name: str, value: float, fitted_P: Array, furthest: float, why: str
 
 
 def refuse_wild(doubts: list[str], is_forced: bool) -> list[str]:
-    """The doubts as lines where they are answered by force; else ConfigError if there are any."""
+    """Return the doubts as lines if the answer is forced; else raise ConfigError for any."""
     if doubts and not is_forced:
         raise ConfigError(
             f"prediction rejected as extrapolation: {'; '.join(doubts)}. Add runs nearer to it, "

@@ -1,16 +1,12 @@
 """Approach 3: L(N, D) = E + A/N^alpha + B/D^beta, its Huber fit, and the optimum it implies.
 
-The objective is the sum over runs of Huber_delta(ln L(N, D) - ln loss). Logarithms make the errors
-relative, and Huber's loss is linear beyond delta, so that a run that went wrong pulls with bounded
-force. It is the sum and not the mean: a mean of such small numbers is below a solver's default
-tolerance far from the optimum. There are several minima: on a grid over the exponents the best
-E, A, B >= 0 are a linear problem, and L-BFGS goes from the best cells to the lowest minimum. A tied
-law has alpha = beta.
+The objective is the sum over runs of Huber_delta(ln L(N, D) - ln loss): relative errors, and a run
+that went wrong pulls with bounded force. A mean of such small numbers would be below a solver's
+default tolerance far from the optimum. There are several minima: on a grid over the exponents the
+best E, A, B >= 0 are a linear problem, and L-BFGS goes from the best cells to the lowest minimum.
 
-Every interval is by Student's t of the scatter between budgets: of vertices about their line, or of
-the jackknife's estimates, each without one budget (or group of runs). Runs of one budget share more
-than noise, such as a batch size or a rule for the rate, and leaving out whole budgets shows that.
-It holds the truth from four budgets on, where a bootstrap of budgets needs six.
+Every interval is by Student's t of the scatter between budgets, whose runs share more than noise:
+of vertices about their line, or of the jackknife's estimates, each without one budget.
 
 Legend: P points; G estimates, each without one group. Inside a fit a law is theta = (ln E, ln A,
 ln B, alpha, beta), since A and B span many orders of magnitude. Sources: Hoffmann et al. 2022,

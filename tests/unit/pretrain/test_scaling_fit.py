@@ -15,7 +15,7 @@ from scipy.stats import linregress
 from foundation.errors import DataError
 from pretrain.commands import scale
 from pretrain.scaling import frontier, report
-from pretrain.scaling.fit import HOPELESS, fit_all
+from pretrain.scaling.fit import LIMITS, fit_all
 from pretrain.scaling.frontier import NO_LOSS, fit_frontier, fit_isoflop, fit_lowest_runs
 from pretrain.scaling.law import (
     MOST_GROUPS,
@@ -30,7 +30,7 @@ from pretrain.scaling.law import (
     minimize,
     shown,
 )
-from pretrain.scaling.report import MOST_WARNINGS, WIDTH, fit_lines, law_intervals, seed_spread
+from pretrain.scaling.report import MOST_WARNINGS, WIDTH, fit_lines, law_intervals
 from pretrain.scaling.table import Columns, Points, read_points, usable
 from tests.helpers.checkout import ROOT
 from tests.helpers.scaling import (
@@ -154,14 +154,6 @@ def test_every_error_is_predicted_minus_measured_also_of_runs_held_out():
     predicted_P = left_out.law.fit.law.loss(points.parameters_P, points.tokens_P)
     assert shown_P == pytest.approx(100 * (predicted_P / lucky.loss_P - 1))
     assert drawn.get_ylabel().startswith("(predicted - measured)")
-
-
-def test_the_spread_between_seeds_is_measured_where_runs_were_repeated():
-    once, again = simulated(noise=0.004, seed=1), simulated(noise=0.004, seed=2)
-    assert seed_spread(once) is None
-    columns = [[getattr(each, name) for name in COLUMNS] for each in (once, again)]
-    both = make_points(*np.concatenate(columns, axis=1))
-    assert seed_spread(both) == pytest.approx(0.004, rel=0.2)
 
 
 def test_traps_are_named():
@@ -406,7 +398,7 @@ def test_a_tied_law_is_not_relied_on_where_the_exponents_differ():
 def test_runs_that_no_law_describes_end_with_status_1(tmp_path, capsys):
     fit = fit_all(two_families())
     assert fit.none_because
-    assert min(fit.left_out.values()) > HOPELESS
+    assert min(fit.left_out.values()) > LIMITS.hopeless
     table = str(write_points(tmp_path / "runs.csv", two_families()))
     assert scale.PROGRAM.main(["fit", table, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["rely_on"] is None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pretrain.reporting.charts import canvas, log_amount_ticks
-from pretrain.scaling import report
+from pretrain.scaling import fit_charts
 from pretrain.scaling.fit import fit_all
 from pretrain.scaling.report import fit_parts
 from tests.helpers.scaling import simulated, write_points
@@ -123,7 +123,7 @@ def held():
 
 
 def test_held_out_runs_are_drawn_with_their_own_predictions(held):
-    axes = report.frontier_chart(held).axes[0]
+    axes = fit_charts.frontier_chart(held).axes[0]
     drawn = [list(line.get_ydata()) for line in axes.lines]
     predicted = [item.predicted.value for item in held.holdouts]
     assert predicted in drawn
@@ -145,8 +145,8 @@ def test_the_caption_names_the_law_that_predicts_held_out_runs(held):
 
 
 def test_a_dozen_budgets_have_a_color_a_marker_and_a_label_each_and_more_some_labels():
-    styles = report.budget_styles(np.geomspace(1e18, 1e21, 12)).values()
+    styles = fit_charts.budget_styles(np.geomspace(1e18, 1e21, 12)).values()
     for name in ("color", "marker", "label"):
         assert len({style[name] for style in styles} - {None}) == 12
-    many = report.budget_styles(np.geomspace(1e18, 1e21, 30)).values()
+    many = fit_charts.budget_styles(np.geomspace(1e18, 1e21, 30)).values()
     assert len([style for style in many if style["label"]]) == 10
