@@ -28,54 +28,35 @@ OWN_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    add = parser.add_argument
-    runs = "run (latest valid checkpoint), its name in runs/, or export"
-    add("runs", type=run_path, nargs="+", metavar="RUN", help=runs)
-    data = "directory or URL of a corpus (default: the run's; an export needs one)"
-    add("--data", type=Path, help=data)
+    """Define the flags of `pretrain evaluate`."""
+    add, tokens = parser.add_argument, size_of("tokens")
+    add("runs", type=run_path, nargs="+", metavar="RUN", help="run, its name in runs/, or export")
+    add("--data", type=Path, help="corpus or its URL (default: the run's; an export needs one)")
     add("--split", default="validation", help="split of the corpus (default %(default)s)")
-    memory = "tokens of memory, one result for each (default: as in training)"
-    add("--memory-length", type=size_of("tokens"), nargs="+", metavar="N", help=memory)
-    segment = "tokens per segment (default: as in training)"
-    add("--segment-length", type=size_of("tokens"), default=0, metavar="N", help=segment)
-    clamp = "distances above N get the encoding of N; 0: no limit (default: as in training)"
-    add("--clamp", type=int, metavar="N", help=clamp)
-    rope = "how rope stretches its angles for more keys than in training (default: as the run says)"
-    add("--rope-extension", choices=get_args(RopeExtension), help=rope)
-    same_length = "let every token see as many keys as the memory has rows"
-    add("--same-length", action="store_true", help=same_length)
-    lanes = "streams evaluated together (default: the run's)"
-    add("--lanes", type=int, default=0, metavar="N", help=lanes)
-    max_tokens = "score about the first N tokens (default: all)"
-    add("--max-tokens", type=size_of("tokens"), default=0, metavar="N", help=max_tokens)
-    precision = "of weights and activations (default: the run's on a GPU, fp32 on a CPU)"
-    add("--precision", choices=get_args(Precision), help=precision)
+    add("--memory-length", type=tokens, nargs="+", metavar="N", help="a result for each N tokens")
+    add("--segment-length", type=tokens, default=0, metavar="N", help="default: as in training")
+    add("--clamp", type=int, metavar="N", help="encode distances above N as N; 0: no limit")
+    add("--rope-extension", choices=get_args(RopeExtension), help="how angles stretch")
+    add("--same-length", action="store_true", help="let every token see a memory's length of keys")
+    add("--lanes", type=int, default=0, metavar="N", help="streams at a time (default: the run's)")
+    add("--max-tokens", type=tokens, default=0, metavar="N", help="score about N tokens")
+    add("--precision", choices=get_args(Precision), help="default: the run's; on a CPU fp32")
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
     add_json(parser)
-    what = parser.add_mutually_exclusive_group().add_argument
-    measure = "measure the relative effective context length of the models"
-    what("--context-length", action="store_true", help=measure)
-    what("--tasks", nargs="+", metavar="TASK", help="run tasks of lm-eval: names, or YAML files")
-    names = get_args(ProbeName)
-    probes = f"probe the memory: {', '.join(names)}"
-    what("--probe", nargs="+", choices=names, metavar="PROBE", help=probes)
-    own = parser.add_argument_group("with --tasks").add_argument
-    own("--limit", type=int, metavar="N", help="use N examples of each task (default: all)")
-    code = "allow `!function` in YAML files of tasks, which runs code of those who wrote them"
-    own("--run-task-code", action="store_true", help=code)
-    few_shot = "examples in front of each (default: the task's)"
-    own("--few-shot", type=int, metavar="N", help=few_shot)
-    own = parser.add_argument_group("with --context-length").add_argument
-    contexts = "measure contexts of a twentieth of N, two twentieths, ... N tokens (default 1000)"
-    own("--longest-context", type=size_of("tokens"), metavar="N", help=contexts)
-    own = parser.add_argument_group("with --probe").add_argument
-    trials = f"needles and copies at each distance (default {OWN_FLAGS['probe']['trials']})"
-    own("--trials", type=int, metavar="N", help=trials)
-    longest = "test recall up to N tokens (default: twice what a layer sees)"
-    own("--longest-distance", type=size_of("tokens"), metavar="N", help=longest)
-    output = "directory for probes.json (default: the run's)"
-    own("--output", type=Path, metavar="DIR", help=output)
+    measure = parser.add_mutually_exclusive_group().add_argument
+    measure("--context-length", action="store_true", help="relative effective context lengths")
+    measure("--tasks", nargs="+", metavar="TASK", help="tasks of lm-eval: names, or YAML files")
+    measure("--probe", nargs="+", choices=get_args(ProbeName), metavar="PROBE", help="the memory")
+    add = parser.add_argument_group("with --tasks").add_argument
+    add("--limit", type=int, metavar="N", help="use N examples of each task (default: all)")
+    add("--run-task-code", action="store_true", help="let YAML files run the code of `!function`")
+    add("--few-shot", type=int, metavar="N", help="examples in front of each (default: the task's)")
+    add = parser.add_argument_group("with --context-length").add_argument
+    add("--longest-context", type=tokens, metavar="N", help="20 contexts up to N (default 1000)")
+    add = parser.add_argument_group("with --probe").add_argument
+    add("--trials", type=int, metavar="N", help="needles and copies at a distance (default 64)")
+    add("--longest-distance", type=tokens, metavar="N", help="default: twice what a layer sees")
+    add("--output", type=Path, metavar="DIR", help="folder of probes.json (default: the run's)")
 
 
 def _flag(name: str) -> str:

@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Define the flags of `pretrain export`."""
     add = parser.add_argument
-    run = "run, or its name in runs/; its latest valid checkpoint is used"
-    add("run", type=run_path, metavar="RUN", help=run)
+    add("run", type=run_path, metavar="RUN", help="run (its latest checkpoint), or its name")
     add("--output", type=Path, required=True, metavar="DIR", help="new directory for the export")
     add("--data", type=Path, help="corpus whose tokenizer is exported (default: the run's)")
     add("--ema", action="store_true", help="export the weight EMA, if the run has one")
-    formats = "own: for this project (default); huggingface: for transformers, which needs no run"
-    add("--format", choices=get_args(ExportFormat), default="own", help=formats)
+    add("--format", choices=get_args(ExportFormat), default="own", help="default %(default)s")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -23,36 +23,22 @@ _LARGEST_PROMPT_BYTES = 1 << 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    add = parser.add_argument
-    run = "run (latest valid checkpoint), its name in runs/, or export"
-    add("run", type=run_path, metavar="RUN", help=run)
+    """Define the flags of `pretrain generate`."""
+    add, tokens = parser.add_argument, size_of("tokens")
+    add("run", type=run_path, metavar="RUN", help="run, its name in runs/, or export")
     prompt = parser.add_mutually_exclusive_group().add_argument
     prompt("--prompt", default="", help="text to continue (default: start a document)")
-    file = "file with the text to continue; - is the standard input"
-    prompt("--prompt-file", type=Path, metavar="FILE", help=file)
+    prompt("--prompt-file", type=Path, metavar="FILE", help="its file; - is the standard input")
     add("--data", type=Path, help="corpus whose tokenizer is used (default: the run's)")
-    add(
-        "--tokens",
-        type=size_of("tokens"),
-        default=200,
-        help="tokens to generate (default %(default)s)",
-    )
-    likely = "0: the most likely token (default %(default)s)"
-    add("--temperature", type=float, default=0.8, help=likely)
-    top_k = "sample from the K most likely tokens (default: all)"
-    add("--top-k", type=int, default=0, metavar="K", help=top_k)
-    top_p = "sample from the smallest set of tokens with probability P (default %(default)s)"
-    add("--top-p", type=float, default=0.95, metavar="P", help=top_p)
-    penalty = "divide the probability of tokens of the text so far by X (default: 1)"
-    add("--repetition-penalty", type=float, default=1.0, metavar="X", help=penalty)
+    add("--tokens", type=tokens, default=200, help="tokens to generate (default %(default)s)")
+    add("--temperature", type=float, default=0.8, help="0: the most likely (default %(default)s)")
+    add("--top-k", type=int, default=0, metavar="K", help="of the K likeliest (default: all)")
+    add("--top-p", type=float, default=0.95, metavar="P", help="of the likeliest, P in all")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="for tokens of the text")
     add("--seed", type=int, default=1, help="a seed fixes the text (default %(default)s)")
-    samples = "number of texts; several are printed at the end (default %(default)s)"
-    add("--samples", type=int, default=1, metavar="N", help=samples)
-    memory = "tokens of memory (default: as in training)"
-    add("--memory-length", type=size_of("tokens"), metavar="N", help=memory)
-    precision = "of weights and activations (default: the run's on a GPU, fp32 on a CPU)"
-    add("--precision", choices=get_args(Precision), help=precision)
+    add("--samples", type=int, default=1, metavar="N", help="texts; several appear at the end")
+    add("--memory-length", type=tokens, metavar="N", help="default: as in training")
+    add("--precision", choices=get_args(Precision), help="default: the run's; on a CPU fp32")
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
 
 

@@ -18,15 +18,12 @@ from pretrain.config.run import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
+    """Define the flags of `pretrain import-original`."""
     add = parser.add_argument
-    written = "file written by torch.save(model.state_dict(), ...)"
-    add("state_dict", type=Path, metavar="STATE_DICT", help=written)
+    add("state_dict", type=Path, metavar="STATE_DICT", help="as torch.save wrote it")
     add("--config", type=Path, required=True, metavar="YAML", help="experiment file of the weights")
-    vocabulary = "its words, one a line in the order of ids, or the files of another tokenizer"
-    add("--vocabulary", type=Path, metavar="FILE", help=vocabulary)
-    end = "token that ends documents (default: what the files say, <eos> of words)"
-    add("--end-token", default="", metavar="TOKEN", help=end)
+    add("--vocabulary", type=Path, metavar="FILE", help="its words in order, or another tokenizer")
+    add("--end-token", default="", metavar="TOKEN", help="of documents (default: as the files say)")
     add("--output", type=Path, required=True, metavar="DIR", help="new directory for the export")
     add("settings", nargs="*", metavar="KEY=VALUE", help="config overrides")
 

@@ -19,21 +19,13 @@ from pretrain.terminal.text import counted, si
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain new`."""
-    add = parser.add_argument
+    add, parameters = parser.add_argument, amount_of("parameters")
     add("experiment", type=Path, metavar="EXPERIMENT.yaml", help="file to write; must not exist")
-    corpus = "directory made by 'data-pipeline build', or the URL it was uploaded to"
-    add("--corpus", type=Path, required=True, metavar="DIR", help=corpus)
-    size = "parameters of the model, such as 30M or 1.5B (default 10M)"
-    add("--parameters", type=amount_of("parameters"), default=1e7, metavar="N", help=size)
-    steps = "steps of the run; warm-up and intervals follow (default: as the corpus and size ask)"
-    add("--steps", type=size_of("steps"), metavar="N", help=steps)
-    paper = (
-        "the paper's parts and learning rate; without, the file has today's parts (rope, rmsnorm, "
-        "pre, swiglu), and its comments name the paper's"
-    )
-    add("--paper", action="store_true", help=paper)
-    words = "settings of the file, such as 'model.layer_kinds=[deltanet, deltanet, attention]'"
-    add("overrides", nargs="*", metavar="KEY=VALUE", help=words)
+    add("--corpus", type=Path, required=True, metavar="DIR", help="a built corpus, or its URL")
+    add("--parameters", type=parameters, default=1e7, metavar="N", help="as 1.5B (default 10M)")
+    add("--steps", type=size_of("steps"), metavar="N", help="default: by the corpus and the size")
+    add("--paper", action="store_true", help="the paper's parts and rate instead of today's")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the file")
 
 
 def run(arguments: argparse.Namespace) -> int:

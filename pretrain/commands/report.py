@@ -13,12 +13,10 @@ from pretrain.sweeps.cells import runs_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `pretrain report`."""
-    runs = "run, or several to compare, their names in runs/, a sweep file, or a folder of runs"
-    parser.add_argument("runs", type=run_path, nargs="+", metavar="RUN", help=runs)
-    output = "directory for page and figures (default: the run's; of several, the folder of the "
-    output += "first)"
-    parser.add_argument("--output", type=Path, metavar="DIR", help=output)
+    """Define the flags of `pretrain report`."""
+    add = parser.add_argument
+    add("runs", type=run_path, nargs="+", metavar="RUN", help="run(s), a sweep file, or a folder")
+    add("--output", type=Path, metavar="DIR", help="default: the run's; of several its parent")
     add_json(parser)
 
 

@@ -43,19 +43,11 @@ PROGRAM = Program(
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """The flags of every action that fits runs."""
+    """Define the flags of every action that fits runs."""
     add = parser.add_argument
     add("runs", type=Path, metavar="RUNS", help="CSV or JSON, one run per row: N, D, loss and more")
-    add(
-        "--column",
-        action="append",
-        default=[],
-        metavar="ROLE=NAME",
-        help="name of the column of a role: parameters, tokens, loss, flops, budget, name, "
-        "progress, holdout or excluded",
-    )
-    leave = "leave the run of this name out; a table's column 'excluded' says it with a reason"
-    add("--exclude", action="append", default=[], metavar="NAME", help=leave)
+    add("--column", action="append", default=[], metavar="ROLE=NAME", help="parameters=size ...")
+    add("--exclude", action="append", default=[], metavar="NAME", help="leave out the run NAME")
 
 
 def add_question(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +82,11 @@ def check_amount(name: str, value: float) -> None:
 
 
 def add_family(parser: argparse._ActionsContainer) -> None:
-    """The flags of how a run is derived from the base experiment."""
+    """Define the flags of how a run is derived from the base experiment."""
     add = parser.add_argument
-    rules = "rule for learning rate and batch size (default %(default)s)"
-    add("--rule", choices=tuple(RULES), default="step-law", help=rules)
-    tuned = "rate from these tables of sweeps of rates"
-    add("--tuned", type=Path, nargs="+", default=[], metavar="RUNS", help=tuned)
-    layers = "give every size the experiment's number of layers"
-    add("--keep-layers", action="store_true", help=layers)
+    add("--rule", choices=tuple(RULES), default="step-law", help="of rate and batch")
+    add("--tuned", type=Path, nargs="+", default=[], metavar="RUNS", help="tables of tuned rates")
+    add("--keep-layers", action="store_true", help="all sizes have the experiment's depth")
 
 
 def rule_of(base: RunConfig, arguments: argparse.Namespace) -> Rule:

@@ -53,13 +53,11 @@ from pretrain.terminal.text import counted, fitted_table
 
 
 def add_collect_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pretrain scale collect`."""
+    """Define the flags of `pretrain scale collect`."""
     add = parser.add_argument
     add("sweep", type=Path, metavar="SWEEP", help="sweep file")
-    directory = "parent of the cells' run directories (default runs/SWEEP)"
-    add("--runs-dir", type=Path, metavar="DIR", help=directory)
-    words = "table to write (default runs.csv in --runs-dir)"
-    add("--output", type=Path, metavar="FILE", help=words)
+    add("--runs-dir", type=Path, metavar="DIR", help="folder of its runs (default runs/SWEEP)")
+    add("--output", type=Path, metavar="FILE", help="table to write (default DIR/runs.csv)")
 
 
 def run_collect(arguments: argparse.Namespace) -> int:
@@ -104,15 +102,13 @@ def points_of(arguments: argparse.Namespace) -> Points:
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pretrain scale fit`."""
+    """Define the flags of `pretrain scale fit`."""
     add_runs(parser)
     add_question(parser)
     add = parser.add_argument
     add("--law", choices=list(TITLES), default="", help="law to answer by (default: the first)")
-    base = "base experiment, whose family of shapes is chosen from"
-    add("--experiment", type=Path, metavar="FILE", help=base)
-    written = "write the nearest legal run here, as an experiment file"
-    add("--write", type=Path, metavar="FILE", help=written)
+    add("--experiment", type=Path, metavar="FILE", help="whose family of shapes is chosen from")
+    add("--write", type=Path, metavar="FILE", help="experiment file to write of the nearest run")
     add_family(parser)
     add("--verbose", action="store_true", help="print all there is")
     add_json(parser)
@@ -194,12 +190,11 @@ def _nearest(base: RunConfig, law: Approach, arguments: argparse.Namespace) -> l
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pretrain scale report`."""
+    """Define the flags of `pretrain scale report`."""
     add_runs(parser)
-    words = "output directory (default scaling-report beside RUNS)"
-    parser.add_argument("--output", type=Path, metavar="DIR", help=words)
-    words = "title of the page (default %(default)s)"
-    parser.add_argument("--title", default="Scaling laws", help=words)
+    add = parser.add_argument
+    add("--output", type=Path, metavar="DIR", help="default: scaling-report beside RUNS")
+    add("--title", default="Scaling laws", help="of the page (default %(default)s)")
 
 
 def run_report(arguments: argparse.Namespace) -> int:

@@ -26,14 +26,11 @@ FURTHEST = 10.0  # times the largest or smallest run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pretrain scale memory`."""
-    add = parser.add_argument
-    tables = "tables that 'scale collect' wrote of sweeps of lengths, of one family of models"
-    add("tables", type=Path, nargs="+", metavar="TABLE", help=tables)
-    flops = "training FLOPs to find the best memory for (default: the smallest and largest run's)"
-    add("--flops", type=amount_of("FLOPs"), nargs="+", default=[], metavar="C", help=flops)
-    force = f"answer even over {FURTHEST:g} times outside of the runs' FLOPs"
-    add("--force", action="store_true", help=force)
+    """Define the flags of `pretrain scale memory`."""
+    add, flops = parser.add_argument, amount_of("FLOPs")
+    add("tables", type=Path, nargs="+", metavar="TABLE", help="of sweeps of lengths of a family")
+    add("--flops", type=flops, nargs="+", default=[], metavar="C", help="default: the runs' ends")
+    add("--force", action="store_true", help="answer even far outside of the runs' FLOPs")
 
 
 def run(arguments: argparse.Namespace) -> int:

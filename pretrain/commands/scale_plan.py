@@ -73,49 +73,35 @@ FLAGS: dict[Kind, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pretrain scale plan`, by what a plan varies."""
-    words = "experiment that is varied, or the file of a comparison of variants"
-    add_experiment(parser, words)
+    """Define the flags of `pretrain scale plan`, by what a plan varies."""
+    flops, tokens, some = amount_of("FLOPs"), size_of("tokens"), {"nargs": "+", "default": []}
+    add_experiment(parser, "experiment that is varied, or the file of a comparison of variants")
     add = parser.add_argument
-    words = "name of the sweep (default: that of --output, else the experiment's and what varies)"
-    add("--name", default="", help=words)
-    words = "sweep file to write (default configs/sweeps/NAME.yaml)"
-    add("--output", type=Path, metavar="FILE", help=words)
-    flags, lengths = amount_of("FLOPs"), size_of("tokens")
-    seeds = "train each run once per seed (default: 1, or the experiment's)"
-    add("--seeds", type=int, nargs="+", default=[], metavar="SEED", help=seeds)
+    add("--name", default="", help="of the sweep (default: by --output or the experiment)")
+    add("--output", type=Path, metavar="FILE", help="default: configs/sweeps/NAME.yaml")
+    add("--seeds", type=int, **some, metavar="SEED", help="train each run once per seed")
     group = parser.add_argument_group("sizes: the experiment's family at budgets")
     add = group.add_argument
-    words = "training FLOPs per run"
-    add("--budgets", type=flags, nargs="+", default=[], metavar="C", help=words)
+    add("--budgets", type=flops, **some, metavar="C", help="training FLOPs per run")
     add("--sizes", type=int, default=5, help="number of sizes per budget (default %(default)s)")
-    ratio = "ratio of each size to the next smaller one (default %(default)s)"
-    add("--spread", type=float, default=1.6, help=ratio)
-    held = "training FLOPs of runs that will be predicted and not fitted"
-    add("--holdout-budgets", type=flags, nargs="+", default=[], metavar="C", help=held)
-    center = "D/N around which sizes are centered (default %(default)s)"
-    add("--tokens-per-parameter", type=float, default=TOKENS_PER_PARAMETER, help=center)
-    checks = "also one size of each budget at half and twice its rate, and one with three seeds"
-    add("--checks", action=argparse.BooleanOptionalAction, default=True, help=checks)
-    words = "longer runs continue shorter ones of their shape, where the rate is constant (wsd)"
-    add("--trunks", action="store_true", help=words)
-    words = "how certain N* and the loss at C FLOPs would be, if a published law held"
-    add("--simulate", type=flags, metavar="C", help=words)
-    words = "with --simulate: relative standard deviation of a run's loss (default %(default)s)"
-    add("--noise", type=float, default=0.005, help=words)
+    add("--spread", type=float, default=1.6, help="ratio between sizes (default %(default)s)")
+    add("--holdout-budgets", type=flops, **some, metavar="C", help="of runs that are not fitted")
+    ratio = TOKENS_PER_PARAMETER
+    add("--tokens-per-parameter", type=float, default=ratio, help="center (default %(default)s)")
+    yes_or_no = argparse.BooleanOptionalAction
+    add("--checks", action=yes_or_no, default=True, help="also runs at other rates and seeds")
+    add("--trunks", action="store_true", help="longer runs continue shorter ones (schedule wsd)")
+    add("--simulate", type=flops, metavar="C", help="how certain answers at C FLOPs would be")
+    add("--noise", type=float, default=0.005, help="of a simulated loss (default %(default)s)")
     add_family(group)
     group = parser.add_argument_group("sizes, for a machine: cells are planned to fit it")
     add_hardware_arguments(group)
-    mfu = "assumed utilization of the peak, as in 'pretrain describe'"
-    group.add_argument("--mfu", type=float, help=mfu)
+    group.add_argument("--mfu", type=float, help="assumed utilization of the peak")
     add = parser.add_argument_group("rates: the experiment at several, equal tokens").add_argument
-    rates = "peak learning rates, best 2x apart"
-    add("--rates", type=float, nargs="+", default=[], metavar="LR", help=rates)
+    add("--rates", type=float, **some, metavar="LR", help="peak rates, best 2x apart")
     group = parser.add_argument_group("lengths: the experiment at equal tokens and equal FLOPs")
-    words = "segment lengths, in tokens"
-    group.add_argument("--segments", type=lengths, nargs="+", default=[], metavar="T", help=words)
-    words = "memory lengths, in tokens"
-    group.add_argument("--memories", type=lengths, nargs="+", default=[], metavar="M", help=words)
+    group.add_argument("--segments", type=tokens, **some, metavar="T", help="tokens of a segment")
+    group.add_argument("--memories", type=tokens, **some, metavar="M", help="tokens of memory")
     parser.set_defaults(get_default=parser.get_default)
     add_json(parser)
 

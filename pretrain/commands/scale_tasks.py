@@ -18,17 +18,13 @@ _as_percent = "{:.1%}".format
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `pretrain scale tasks`."""
+    """Define the flags of `pretrain scale tasks`."""
     add_runs(parser)
     add = parser.add_argument
-    accuracy = "column with the task's accuracy, from 0 to 1, such as tasks/hellaswag/acc_norm"
-    add("--accuracy", required=True, metavar="COLUMN", help=accuracy)
-    loss = "column with the loss that explains it, such as loss/hellaswag (default: the loss)"
-    add("--task-loss", default="", metavar="COLUMN", help=loss)
-    chance = "accuracy by chance, the sigmoid's floor (default: fitted)"
-    add("--chance", type=float, metavar="P", help=chance)
-    ceiling = "accuracy at a loss of 0, the sigmoid's ceiling (default %(default)g)"
-    add("--ceiling", type=float, default=1.0, metavar="P", help=ceiling)
+    add("--accuracy", required=True, metavar="COLUMN", help="such as tasks/hellaswag/acc_norm")
+    add("--task-loss", default="", metavar="COLUMN", help="such as loss/hellaswag (default: loss)")
+    add("--chance", type=float, metavar="P", help="accuracy by chance (default: fitted)")
+    add("--ceiling", type=float, default=1.0, metavar="P", help="accuracy at a loss of 0")
     add_question(parser)
 
 

@@ -63,6 +63,11 @@ TICKS_OF_A_DECADE = (
     (2.2, (1.0, 2.0, 5.0)),
     (np.inf, (1.0,)),
 )
+DASHED = (0, (4, 3))
+SHOWN_PERCENT = 98  # of the losses; higher ones are hidden where the run starts, and nowhere else
+SMALLEST_NORM = 1e-12  # a logarithmic axis cannot show 0
+# What a run had spent when a line of measurements was written; None where that is not known.
+Spent = Callable[[Mapping[str, Any]], float | None]
 
 
 @dataclass(frozen=True)
@@ -238,13 +243,6 @@ def drawn_values(figure: Figure) -> list[dict[str, Any]]:
                 if math.isfinite(x) and math.isfinite(y)
             ]
     return rows
-
-
-DASHED = (0, (4, 3))
-SHOWN_PERCENT = 98  # of the losses; higher ones are hidden where the run starts, and nowhere else
-SMALLEST_NORM = 1e-12  # a logarithmic axis cannot show 0
-# What a run had spent when a line of measurements was written; None where that is not known.
-Spent = Callable[[Mapping[str, Any]], float | None]
 
 
 def run_panels(history: History) -> list[Panel]:

@@ -17,8 +17,9 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import model_in_words
 from pretrain.reporting.charts import comparison_panels, panel_html, run_panels
 from pretrain.reporting.html import Card, page, paragraph, preformatted, section, table, write_page
+from pretrain.reporting.rate_warnings import rate_warnings
 from pretrain.reporting.results import differing_settings
-from pretrain.reporting.run_history import History, warnings_of
+from pretrain.reporting.run_history import History
 from pretrain.rundir.events import GaveUp, Published
 from pretrain.rundir.history import find_events
 from pretrain.rundir.metric_names import (
@@ -43,7 +44,7 @@ _NOT_RESULTS = ("kind", "step", "seconds", "loss", "bits_per_byte")
 def write_report(history: History, directory: Path) -> Answer:
     """Write report.html about a run, and its figures; return a summary and warnings."""
     write_page(directory / "report.html", render(history, directory / FIGURES))
-    warnings = warnings_of(history)
+    warnings = rate_warnings(history)
     lines = [printable(f"{directory / 'report.html'} and {FIGURES}/: {summary(history)}")]
     lines += [f"warning: {warning}" for warning in warnings]
     return Answer("\n".join(lines), {**_results(history), "warnings": warnings})
@@ -182,7 +183,7 @@ def _cards(history: History) -> list[Card]:
 
 
 def _warnings(history: History) -> list[str]:
-    found = warnings_of(history)
+    found = rate_warnings(history)
     return [section("Warnings", *(paragraph(each, "alarm") for each in found))] if found else []
 
 

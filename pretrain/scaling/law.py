@@ -35,6 +35,23 @@ NORMAL = 1.96  # standard deviations on either side that hold 95%
 Text = Callable[[float], str]  # how a number is written
 as_exponent: Text = "{:.3f}".format
 as_factor: Text = "{:.4g}".format  # a constant of a law
+NAMES = ("E", "A", "B", "alpha", "beta")
+HUBER_DELTA = 1e-3
+FEWEST_POINTS = 6  # five numbers and one point to contradict them
+EXPONENTS = np.geomspace(0.03, 1.5, 14)  # of the grid
+STARTS = 3
+MOST_STARTING = 1000  # runs that the grid is evaluated on
+SMALLEST_TERM = 1e-6  # of the mean loss: where the linear problem finds a term to be 0
+DETERMINED = 1e-3  # of a loss: a term below this in every run is not determined
+TIED = np.vstack([np.eye(4), [0, 0, 0, 1]])  # from (ln E, ln A, ln B, alpha) to theta
+FREE = np.eye(5)
+# Where they differ, its interval of the loss held the truth in 85% of 105 sweeps (make coverage).
+NOT_HELD = "it assumes equal exponents, and does not know how far they differ"
+MOST_FITTED = 60_000  # runs in all fits without a group of them: some seconds
+CLUSTERED = 0.05  # chance of errors that differ between budgets as much
+TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
+STEEPEST = 8.0  # exponent: of runs that follow no law it would grow without an end
+SMALLEST_LOGARITHM = -50.0  # of a term from which a fit starts
 
 
 @dataclass(frozen=True)
@@ -106,25 +123,6 @@ def as_size(value: float) -> str:
 def as_loss(value: float) -> str:
     """Return nats per token: `1.6640`, `-` for none."""
     return f"{value:.4f}" if math.isfinite(value) else "-"
-
-
-NAMES = ("E", "A", "B", "alpha", "beta")
-HUBER_DELTA = 1e-3
-FEWEST_POINTS = 6  # five numbers and one point to contradict them
-EXPONENTS = np.geomspace(0.03, 1.5, 14)  # of the grid
-STARTS = 3
-MOST_STARTING = 1000  # runs that the grid is evaluated on
-SMALLEST_TERM = 1e-6  # of the mean loss: where the linear problem finds a term to be 0
-DETERMINED = 1e-3  # of a loss: a term below this in every run is not determined
-TIED = np.vstack([np.eye(4), [0, 0, 0, 1]])  # from (ln E, ln A, ln B, alpha) to theta
-FREE = np.eye(5)
-# Where they differ, its interval of the loss held the truth in 85% of 105 sweeps (make coverage).
-NOT_HELD = "it assumes equal exponents, and does not know how far they differ"
-MOST_FITTED = 60_000  # runs in all fits without a group of them: some seconds
-CLUSTERED = 0.05  # chance of errors that differ between budgets as much
-TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
-STEEPEST = 8.0  # exponent: of runs that follow no law it would grow without an end
-SMALLEST_LOGARITHM = -50.0  # of a term from which a fit starts
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,9 @@ TAIL = 5  # of a run with the schedule wsd the last one of so many parts decays
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
 MICRO_BATCHES = 8  # a rank's lanes are 8 to 16 times a power of two, or fewer than 16
 ROUNDED = 1 / 8  # most by which whole lanes on every rank may change the rule's batch
+# Besiroglu et al. 2024, of the runs of Hoffmann et al. 2022.
+ASSUMED = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
+SWEEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,11 +483,6 @@ def placement_totals(runs: Sequence[PlannedRun], hardware: Hardware, mfu: float)
         f"and {host:,.1f} GiB of host memory a node",
         hardware.describe(),
     ]
-
-
-# Besiroglu et al. 2024, of the runs of Hoffmann et al. 2022.
-ASSUMED = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
-SWEEPS = 100
 
 
 def simulated_table(runs: Sequence[PlannedRun], target: float, noise: float) -> list[list[str]]:

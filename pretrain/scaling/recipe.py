@@ -28,6 +28,18 @@ FAR_SIZE = 0.5  # how far, as a logarithm, a shape may be from the size it is fo
 INNER_MULTIPLE = 8
 WIDTH_MULTIPLE = 128  # of widths from 4 times it on
 STEPS_PER_DOUBLING = 8  # widths between a power of two and the next, at most
+# From a run and its tokens: the peak learning rate, and the tokens per step that are wanted (0: as
+# many lanes as the run has).
+Rule = Callable[[RunConfig, float], tuple[float, float]]
+
+# The runs that Step Law was fitted to (Li et al. 2025): N without embeddings, and D.
+STEP_LAW_PARAMETERS = (60e6, 1.07e9)
+STEP_LAW_TOKENS = (2e9, 100e9)
+WARMUP = 0.05  # of the steps
+FEWEST_STEPS = 50  # so that whole steps miss the budget by at most 1%
+BATCHES = 100  # of a rule's batch, that the tokens are at least
+SAVES = 4  # per run, so that a killed cell repeats at most a quarter of its steps
+DECAYED = 0.2  # the highest final fraction of the peak rate that still counts as decayed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,20 +141,6 @@ def _key_heads(model: ModelConfig, num_heads: int) -> int | None:
 def power_of_two(most: float) -> int:
     """The largest power of two that is at most this, or 1."""
     return 1 << (max(1, int(most)).bit_length() - 1)
-
-
-# From a run and its tokens: the peak learning rate, and the tokens per step that are wanted (0: as
-# many lanes as the run has).
-Rule = Callable[[RunConfig, float], tuple[float, float]]
-
-# The runs that Step Law was fitted to (Li et al. 2025): N without embeddings, and D.
-STEP_LAW_PARAMETERS = (60e6, 1.07e9)
-STEP_LAW_TOKENS = (2e9, 100e9)
-WARMUP = 0.05  # of the steps
-FEWEST_STEPS = 50  # so that whole steps miss the budget by at most 1%
-BATCHES = 100  # of a rule's batch, that the tokens are at least
-SAVES = 4  # per run, so that a killed cell repeats at most a quarter of its steps
-DECAYED = 0.2  # the highest final fraction of the peak rate that still counts as decayed
 
 
 def step_law(body_parameters: float, tokens: float) -> tuple[float, float]:

@@ -26,7 +26,8 @@ from pretrain.config.run import (
 )
 from pretrain.reporting import charts
 from pretrain.reporting.charts import run_panels
-from pretrain.reporting.run_history import MOST_BUCKETS, read_history, warnings_of
+from pretrain.reporting.rate_warnings import rate_warnings
+from pretrain.reporting.run_history import MOST_BUCKETS, read_history
 from pretrain.rundir.events import (
     Event,
     JobEnded,
@@ -293,7 +294,7 @@ def warned(
         lines.append({"kind": "evaluation", "step": 100 * number, "loss": loss})
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
-    return warnings_of(read_history(run_dir.path))
+    return rate_warnings(read_history(run_dir.path))
 
 
 def test_nothing_is_warned_of_where_all_is_as_usual(tmp_path):
