@@ -19,7 +19,7 @@ from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
-from pretrain.engines.engine import batch_tensors
+from pretrain.engines.engine import Scorer, batch_tensors
 from pretrain.model.memory import Memory
 from pretrain.optim.schedule import learning_rate_at
 
@@ -103,7 +103,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits_BLV.transpose(1, 2).float(), targets_BL, reduction="none")
 
 
-class GptTrainer:
+class GptTrainer(Scorer):
     """Trains a GPT on the lanes of a run; the part of a `Trainer` that is measured."""
 
     def __init__(self, run: RunConfig, corpus: Path, world: World) -> None:
@@ -130,11 +130,7 @@ class GptTrainer:
 
     @torch.no_grad()
     def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int, num_tokens: int = 0
     ) -> tuple[Tensor, Memory]:
         """Return the NLL [B, L] of contexts without memory, as `evaluate` asks a scorer."""
         assert not memory

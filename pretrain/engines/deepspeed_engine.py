@@ -23,15 +23,9 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import bucket_elements, overlaps_reduction
 from pretrain.costs.flops import parameters_of
 from pretrain.distributed.world import World
-from pretrain.engines.engine import (
-    Memory,
-    StepResult,
-    evaluate_module,
-    loss_scaler_of,
-    read_slot,
-    step_result,
-)
+from pretrain.engines.engine import ModelEngine, StepResult
 from pretrain.engines.zero_fragments import ZeroFragments
+from pretrain.model.memory import Memory
 from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.optimizers import build_optimizer, clip_gradients, must_skip
@@ -236,7 +230,7 @@ def _merged(derived: dict[str, Any], extra: Mapping[str, Any], where: str) -> di
     return merged
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(ModelEngine):
     """ZeRO (Rajbhandari et al. 2020): stage 1 shards moments, 2 also gradients, 3 also weights."""
 
     def __init__(
@@ -251,12 +245,9 @@ class DeepSpeedEngine:
         on_gpu = world.device.type == "cuda"
         settings = deepspeed_settings(run, world.world_size, accumulation_steps, on_gpu)
         check_settings(deepspeed, settings)
-        self.world = world
-        self._run = run
+        super().__init__(run, world, accumulation_steps)
         self._stage = run.engine.zero_stage
-        self._accumulation_steps = accumulation_steps
         self._slots_done = 0
-        self.loss_scaler = loss_scaler_of(run)
         dtype = dtype_of(run.engine.number_format)
         if self._stage == 3:
             # Of zero_hpz_partition_size: the group that an engine before a rewind has made.
@@ -292,7 +283,7 @@ class DeepSpeedEngine:
     def forward_backward(
         self, slot: SegmentBatch, memory: Memory | None, step: int
     ) -> tuple[Tensor, Memory]:
-        nll_BL, memory = read_slot(self._engine, self._run, slot, memory, step, self.world)
+        nll_BL, memory = self._read(self._engine, slot, memory, step)
         loss = nll_BL.mean()
         self._backward(loss)
         self._slots_done += 1
@@ -315,16 +306,7 @@ class DeepSpeedEngine:
             for group in self._optimizer.averaged_gradients:
                 self._optimizer.averaged_gradients[group] = None
         layers = self._meter.squares() if measure_layers and not skipped else None
-        return step_result(self._grad_norm(), skipped, layers, self.loss_scaler)
-
-    def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
-    ) -> tuple[Tensor, Memory]:
-        return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
+        return self._result(self._grad_norm(), skipped, layers)
 
     def fragments(self) -> Iterator[Fragment]:
         return iter(self._fragments)

@@ -34,15 +34,15 @@ class EmaEngine(EngineWrapper):
         result = self._engine.step(learning_rate, measure_layers)
         if not result.skipped:
             with torch.no_grad():
-                for each in self._engine.fragments():
-                    ema = self._ema[each.name, each.start]
-                    ema.lerp_(each.values["weight"], 1.0 - self._decay)
+                for fragment in self._engine.fragments():
+                    ema = self._ema[fragment.name, fragment.start]
+                    ema.lerp_(fragment.values["weight"], 1.0 - self._decay)
         return result
 
     def fragments(self) -> Iterator[Fragment]:
-        for each in self._engine.fragments():
-            values = {**each.values, EMA: self._ema[each.name, each.start]}
-            yield dataclasses.replace(each, values=values)
+        for fragment in self._engine.fragments():
+            values = {**fragment.values, EMA: self._ema[fragment.name, fragment.start]}
+            yield dataclasses.replace(fragment, values=values)
 
     def after_load(self, step_count: int) -> None:
         self._engine.after_load(step_count)
@@ -51,5 +51,5 @@ class EmaEngine(EngineWrapper):
 
     def _copy_weights(self) -> None:
         """Start from the weights themselves: an average of zeros would need a bias correction."""
-        for each in self._engine.fragments():
-            self._ema[each.name, each.start] = each.values["weight"].detach().clone()
+        for fragment in self._engine.fragments():
+            self._ema[fragment.name, fragment.start] = fragment.values["weight"].detach().clone()

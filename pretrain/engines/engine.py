@@ -1,12 +1,12 @@
-"""The Engine protocol, which the loop trains with, and what engines share."""
+"""The engine, which the loop trains with: its interface, and what engines share."""
 
 from __future__ import annotations
 
 import errno
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,14 @@ from pretrain.model.memory import Memory
 from pretrain.model.parameters import dtype_of
 from pretrain.optim.loss_scale import INITIAL_SCALE, WINDOW, LossScaler
 from pretrain.optim.parameter_groups import Fragment, LayerSquares
+
+# In RuntimeErrors of the CPU allocator of torch, and of what allocates past it: the CUDA driver,
+# cuBLAS, cuDNN, Triton, NCCL (2 is cudaErrorMemoryAllocation).
+_NO_MEMORY = re.compile(
+    r"out.of.memory|can(no|')t allocate memory|std::bad_alloc|_ALLOC(ATION)?_FAILED"
+    r"|Cuda failure 2\b|cudaErrorMemoryAllocation|failed to CUDA [mc]alloc",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -41,52 +49,108 @@ class StepResult:
     loss_scale: float | None = None  # that of this step, in fp16
 
 
-class Engine(Protocol):
-    """A model and its optimizer, replicated or sharded over the ranks."""
+class Scorer(ABC):
+    """What evaluation needs of an engine or a model."""
 
     world: World
+
+    @abstractmethod
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int, num_tokens: int = 0
+    ) -> tuple[Tensor, Memory]:
+        """Return the loss of each token [B, L] in fp32, without dropout, and the next memory.
+
+        The tokens of a lane's whole stream, `num_tokens` (0: not known), may save space; positions
+        follow from the memory length.
+        """
+
+
+class Engine(Scorer):
+    """A model and its optimizer, replicated or sharded over the ranks."""
+
     module: nn.Module
     loss_scaler: LossScaler | None  # in fp16; part of a checkpoint
 
+    @abstractmethod
     def forward_backward(
         self, slot: SegmentBatch, memory: Memory | None, step: int
     ) -> tuple[Tensor, Memory]:
-        """Add the gradient of the slot's mean loss; returns that loss, detached, and its memory."""
-        ...
+        """Add the gradient of the slot's mean loss; return that loss, detached, and its memory."""
 
+    @abstractmethod
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
         """Average gradients over slots and ranks, clip, update (or skip) and clear them."""
-        ...
 
-    def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
-    ) -> tuple[Tensor, Memory]:
-        """Return the loss of each token [B, L] in fp32, without dropout, and the next memory."""
-        ...
-
+    @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
         """Yield this rank's part of weights and moments; together the ranks hold every element."""
-        ...
 
+    @abstractmethod
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that the model computes with, if every rank holds them whole."""
-        ...
 
+    @abstractmethod
     def optimizer_step_count(self) -> int:
         """Return the number of updates applied, as Adam's bias correction counts them."""
-        ...
 
+    @abstractmethod
     def after_load(self, step_count: int) -> None:
         """Update everything that is derived from the fragments after they were written to."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Drop what would keep the model alive; the engine is not used any more."""
-        ...
+
+
+class ModelEngine(Engine):
+    """What engines that run a model share."""
+
+    def __init__(self, run: RunConfig, world: World, accumulation_steps: int) -> None:
+        self.world = world
+        self._run = run
+        self._accumulation_steps = accumulation_steps
+        is_scaled = run.engine.number_format == "fp16"
+        self.loss_scaler = LossScaler(INITIAL_SCALE, WINDOW) if is_scaled else None
+
+    def evaluate(
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int, num_tokens: int = 0
+    ) -> tuple[Tensor, Memory]:
+        tokens_BL, targets_BL, starts_BL = batch_tensors(batch, self.world.device)
+        was_training = self.module.training
+        self.module.eval()
+        with torch.no_grad():
+            nll_BL, memory = self.module(
+                tokens_BL, targets_BL, memory, starts_BL, memory_length=memory_length
+            )
+        self.module.train(was_training)
+        assert memory is not None
+        return nll_BL, memory
+
+    def _read(
+        self, module: nn.Module, slot: SegmentBatch, memory: Memory | None, step: int
+    ) -> tuple[Tensor, Memory]:
+        """Run a slot's forward pass of this step; return the losses of its tokens, and memory."""
+        tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
+        run = self._run
+        drops = run.model.dropout or run.model.attention_dropout
+        nll_BL, memory = module(
+            tokens_BL,
+            targets_BL,
+            memory,
+            starts_BL,
+            dropout=DropoutStream(run.seed, step, list(slot.lanes)) if drops else None,
+            num_segments=run.optim.gradient_segments,
+        )
+        assert memory is not None
+        return nll_BL, memory
+
+    def _result(self, grad_norm: float, skipped: bool, layers: LayerSquares | None) -> StepResult:
+        """Return the outcome of the update and set the loss scale of the next. A collective."""
+        if self.loss_scaler is None:
+            return StepResult(grad_norm, skipped, layers)
+        loss_scale = self.loss_scaler.scale
+        overflowed = self.loss_scaler.update(grad_norm, applied=not skipped)
+        return StepResult(grad_norm, skipped, layers, overflowed, loss_scale)
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
@@ -98,15 +162,6 @@ def check_precision(precision: Precision, device: torch.device) -> None:
             f"({torch.backends.cpu.get_cpu_capability()}), expected one with AVX512-FP16 or a GPU; "
             "use engine.precision=bf16"
         )
-
-
-# In RuntimeErrors of the CPU allocator of torch, and of what allocates past it: the CUDA driver,
-# cuBLAS, cuDNN, Triton, NCCL (2 is cudaErrorMemoryAllocation).
-_NO_MEMORY = re.compile(
-    r"out.of.memory|can(no|')t allocate memory|std::bad_alloc|_ALLOC(ATION)?_FAILED"
-    r"|Cuda failure 2\b|cudaErrorMemoryAllocation|failed to CUDA [mc]alloc",
-    re.IGNORECASE,
-)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -134,64 +189,3 @@ def batch_tensors(slot: SegmentBatch, device: torch.device) -> tuple[Tensor, Ten
         return host.to(device, non_blocking=True)
 
     return on_device(slot.tokens_BL), on_device(slot.targets_BL), on_device(slot.starts_BL)
-
-
-def read_slot(
-    module: nn.Module,
-    run: RunConfig,
-    slot: SegmentBatch,
-    memory: Memory | None,
-    step: int,
-    world: World,
-) -> tuple[Tensor, Memory]:
-    """Run a slot's forward pass of this step; returns the losses of its tokens, and memory."""
-    tokens_BL, targets_BL, starts_BL = batch_tensors(slot, world.device)
-    drops = run.model.dropout or run.model.attention_dropout
-    nll_BL, memory = module(
-        tokens_BL,
-        targets_BL,
-        memory,
-        starts_BL,
-        dropout=DropoutStream(run.seed, step, list(slot.lanes)) if drops else None,
-        num_segments=run.optim.gradient_segments,
-    )
-    assert memory is not None
-    return nll_BL, memory
-
-
-def evaluate_module(
-    module: nn.Module,
-    batch: SegmentBatch,
-    memory: Memory | None,
-    memory_length: int,
-    device: torch.device,
-) -> tuple[Tensor, Memory]:
-    """Run one segment forward in evaluation mode; the module keeps the mode it was in."""
-    tokens_BL, targets_BL, starts_BL = batch_tensors(batch, device)
-    was_training = module.training
-    module.eval()
-    with torch.no_grad():
-        nll_BL, memory = module(
-            tokens_BL, targets_BL, memory, starts_BL, memory_length=memory_length
-        )
-    module.train(was_training)
-    assert memory is not None
-    return nll_BL, memory
-
-
-def loss_scaler_of(run: RunConfig) -> LossScaler | None:
-    """Return a new loss scaler in fp16, else None."""
-    if run.engine.number_format != "fp16":
-        return None
-    return LossScaler(INITIAL_SCALE, WINDOW)
-
-
-def step_result(
-    grad_norm: float, skipped: bool, layers: LayerSquares | None, scaler: LossScaler | None
-) -> StepResult:
-    """Return the outcome of the update and set the scaler for the next one. A collective."""
-    if scaler is None:
-        return StepResult(grad_norm, skipped, layers)
-    loss_scale = scaler.scale
-    overflowed = scaler.update(grad_norm, applied=not skipped)
-    return StepResult(grad_norm, skipped, layers, overflowed, loss_scale)

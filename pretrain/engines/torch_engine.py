@@ -12,13 +12,7 @@ from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.config.run import RunConfig
 from pretrain.distributed.collectives import sum_over_ranks
 from pretrain.distributed.world import World
-from pretrain.engines.engine import (
-    StepResult,
-    evaluate_module,
-    loss_scaler_of,
-    read_slot,
-    step_result,
-)
+from pretrain.engines.engine import ModelEngine, StepResult
 from pretrain.model.memory import Memory
 from pretrain.model.parameters import dtype_of
 from pretrain.model.transformer_xl import TransformerXL
@@ -34,7 +28,7 @@ from pretrain.optim.parameter_groups import (
 )
 
 
-class TorchEngine:
+class TorchEngine(ModelEngine):
     """Plain torch: whole model and optimizer on every rank, one all-reduce per parameter and step.
 
     The reference that DeepSpeedEngine is tested against, and enough for one device. In bf16 and
@@ -46,13 +40,10 @@ class TorchEngine:
     def __init__(
         self, run: RunConfig, module: TransformerXL, world: World, accumulation_steps: int
     ) -> None:
-        self.world = world
-        self._run = run
-        self._accumulation_steps = accumulation_steps
+        super().__init__(run, world, accumulation_steps)
         self._master = module.to(world.device)
         self._master.train()
         self.module: nn.Module = self._master
-        self.loss_scaler = loss_scaler_of(run)
         if run.engine.number_format != "fp32":
             self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.number_format))
         self._optimizer = build_optimizer(self._master, run.optim, run.engine.number_format)
@@ -71,7 +62,7 @@ class TorchEngine:
     def forward_backward(
         self, slot: SegmentBatch, memory: Memory | None, step: int
     ) -> tuple[Tensor, Memory]:
-        nll_BL, memory = read_slot(self.module, self._run, slot, memory, step, self.world)
+        nll_BL, memory = self._read(self.module, slot, memory, step)
         loss = nll_BL.mean()
         scale = 1.0
         if self.loss_scaler is not None:
@@ -98,16 +89,7 @@ class TorchEngine:
         if self.module is not self._master:
             self._copy_master_to_module()
         layers = self._meter.squares() if measure_layers and not skipped else None
-        return step_result(grad_norm, skipped, layers, self.loss_scaler)
-
-    def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
-    ) -> tuple[Tensor, Memory]:
-        return evaluate_module(self.module, batch, memory, memory_length, self.world.device)
+        return self._result(grad_norm, skipped, layers)
 
     def fragments(self) -> Iterator[Fragment]:
         for name, parameter in self._master.named_parameters():

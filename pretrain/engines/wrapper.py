@@ -28,11 +28,7 @@ class EngineWrapper(Engine):
         return self._engine.step(learning_rate, measure_layers)
 
     def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int, num_tokens: int = 0
     ) -> tuple[Tensor, Memory]:
         return self._engine.evaluate(batch, memory, memory_length, num_tokens)
 

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from data_pipeline.lanes.lane_stream import (
 )
 from pretrain.distributed.collectives import sum_over_ranks
 from pretrain.distributed.world import World
-from pretrain.engines.engine import batch_tensors
+from pretrain.engines.engine import Scorer, batch_tensors
 from pretrain.model.cached import Stream, new_stream
 from pretrain.model.memory import Memory
 from pretrain.rundir.metric_names import SCORED_SPEED
@@ -38,24 +37,6 @@ from pretrain.weights.export import TrainedModel
 logger = logging.getLogger(__name__)
 
 TextSizes = tuple[np.ndarray, np.ndarray]
-
-
-class Scorer(Protocol):
-    """The part of an engine that evaluation needs.
-
-    `num_tokens` of a lane may save space; positions are those of the memory length.
-    """
-
-    @property
-    def world(self) -> World: ...
-
-    def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
-    ) -> tuple[Tensor, Memory]: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +55,7 @@ class EvaluationResult:
     loss_by_position: tuple[float, ...]  # in the segment: later tokens have more of it as context
 
 
-class TrainedScorer:
+class TrainedScorer(Scorer):
     """A frozen model on this process, with cached keys and values: exact, and several times faster.
 
     The cache is internal: a call without memory starts new streams, and the memory returned is
@@ -87,11 +68,7 @@ class TrainedScorer:
         self._stream: Stream | None = None
 
     def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int, num_tokens: int = 0
     ) -> tuple[Tensor, Memory]:
         tokens_BL, targets_BL, starts_BL = batch_tensors(batch, self.world.device)
         if memory is None or self._stream is None:

@@ -114,11 +114,11 @@ class RowBuffer:
     """
 
     def __init__(
-        self, like: Tensor, memory_length: int, longest_segment: int, num_tokens: int | None = None
+        self, like: Tensor, memory_length: int, longest_segment: int, num_tokens: int = 0
     ) -> None:
         """`like` [B, X, ...] determines lanes, shape of a row, dtype and device.
 
-        `num_tokens`: of the whole stream, if that is known; the buffer is no longer.
+        `num_tokens`: of the whole stream, 0 if unknown; the buffer is no longer.
         """
         spare = max(SPARE_SEGMENTS * longest_segment, memory_length // 4)
         num_rows = min(memory_length + spare, num_tokens or memory_length + spare)
@@ -162,7 +162,7 @@ class KeyValueCache:
         layer: TransformerLayer,
         length: int,
         longest_segment: int,
-        num_tokens: int | None,
+        num_tokens: int,
     ) -> None:
         self._module, self._index, self._layer = module, index, layer
         self._length, self._longest_segment = length, longest_segment
@@ -237,14 +237,14 @@ class CachedStream:
         module: TransformerXL,
         memory_length: int,
         longest_segment: int,
-        num_tokens: int | None = None,
+        num_tokens: int = 0,
     ) -> None:
         assert not module.config.compressed_length, (
             "compressed rows are computed from hidden states"
         )
         self._module = module.eval()
         self._expected = (memory_length, longest_segment)
-        if num_tokens is not None:
+        if num_tokens:
             memory_length, longest_segment = (
                 min(each, num_tokens) for each in (memory_length, longest_segment)
             )
@@ -343,7 +343,7 @@ def last_logits_BTV(
 
 
 def new_stream(
-    module: TransformerXL, memory_length: int, longest_segment: int, num_tokens: int | None = None
+    module: TransformerXL, memory_length: int, longest_segment: int, num_tokens: int = 0
 ) -> Stream:
     """Return the cheapest stream for the model; segments have up to `longest_segment` tokens.
 

@@ -45,11 +45,7 @@ class FaultyEngine(EngineWrapper):
             handle.remove()
 
     def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int, num_tokens: int = 0
     ) -> tuple[Tensor, Memory]:
         if self._steps == self._fault.step and self._fault.kind in IN_EVALUATION:
             self._batches += 1

@@ -22,8 +22,8 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import SegmentBatch
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.model import ModelConfig
-from pretrain.distributed.world import World
-from pretrain.evaluation.evaluate import EvaluationResult, Scorer, evaluate
+from pretrain.engines.engine import Scorer
+from pretrain.evaluation.evaluate import EvaluationResult, evaluate
 from pretrain.model.memory import Memory
 
 NORMAL_975 = 1.959963984540054  # for intervals of 95%
@@ -106,26 +106,18 @@ class PositionLoss:
     tokens: tuple[int, ...]
 
 
-class PositionScorer:
+class PositionScorer(Scorer):
     """Passes a scorer's losses on, and sums them by the token's position in its document."""
 
     def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+        self.world, self._scorer = scorer.world, scorer
         self._sums = torch.zeros(3, MOST_BINS, dtype=torch.float64)  # losses, squares, tokens
         self._last_B = np.zeros(0, np.int64)  # position of the last token read
         # Loss and validity of the last target, which is the first token of the next batch.
         self._waiting: tuple[np.ndarray, np.ndarray] | None = None
 
-    @property
-    def world(self) -> World:
-        return self._scorer.world
-
     def evaluate(
-        self,
-        batch: SegmentBatch,
-        memory: Memory | None,
-        memory_length: int,
-        num_tokens: int | None = None,
+        self, batch: SegmentBatch, memory: Memory | None, memory_length: int, num_tokens: int = 0
     ) -> tuple[Tensor, Memory]:
         nll_BL, after = self._scorer.evaluate(batch, memory, memory_length, num_tokens)
         losses_BL, valid_BL = nll_BL.double().cpu().numpy(), np.asarray(batch.valid_BL)
