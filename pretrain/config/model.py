@@ -44,7 +44,7 @@ class FeedForwardTraits:
     inner_tensors: int  # of the inner width that are kept
 
 
-# What costs follow from; `pretrain.model.layer.FeedForward` computes it.
+# What costs follow from; `pretrain.model.feed_forward` computes it.
 FEED_FORWARDS: Mapping[FeedForwardKind, FeedForwardTraits] = {
     "relu": FeedForwardTraits(inner_tensors=1, drops_first=True),  # its output
     "relu2": FeedForwardTraits(inner_tensors=2),  # relu's output, and its square
@@ -64,7 +64,7 @@ class PositionTraits:
     learns_bias: bool = False  # in buckets of distances
 
 
-# What costs and attention follow from; `pretrain.model.attention_backends` computes it.
+# What costs and attention follow from; `pretrain.model.positions` computes it.
 POSITIONS: Mapping[Positions, PositionTraits] = {
     "relative": PositionTraits(projects_encodings=True),
     "rope": PositionTraits(rotates=True),
@@ -75,9 +75,8 @@ POSITIONS: Mapping[Positions, PositionTraits] = {
 
 # Settings of training alone; and of the memory, which evaluation may choose, too.
 _NO_FUNCTION = (
-    *("dropout", "attention_dropout", "z_loss", "init_std"),
-    *("memory_length", "rope_extension"),
-)
+    "dropout", "attention_dropout", "z_loss", "init_std", "memory_length", "rope_extension",
+)  # fmt: skip
 T5_BUCKETS, T5_MAX_DISTANCE = 32, 128  # Raffel et al. 2020
 PROJECTION_INIT_STD = 0.01  # the paper's code
 CONVOLUTION_WIDTH = 4  # tokens that a deltanet layer's short convolution sees

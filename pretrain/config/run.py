@@ -350,9 +350,9 @@ class RunConfig:
 
 # Settings and sections that change neither which model learns nor from which tokens.
 _MAY_CHANGE = (
-    *("data.path", "data.manifest_hashes", "data.cache", "data.phases", "optim.steps"),
-    *("engine", "checkpoint", "recovery", "evaluation", "metrics"),
-)
+    "data.path", "data.manifest_hashes", "data.cache", "data.phases", "optim.steps",
+    "engine", "checkpoint", "recovery", "evaluation", "metrics",
+)  # fmt: skip
 
 
 def may_change(key: str) -> bool:

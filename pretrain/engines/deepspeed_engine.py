@@ -99,12 +99,12 @@ UNUSED_SECTIONS = {"optimizer": "optim.name and its settings", "scheduler": "opt
 # DeepSpeed update weights by an Adam of its own, swap them to a disk, or, with
 # round_robin_gradients, start from other weights than those that were drawn.
 TRIED = {
-    *("contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter"),
-    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"),
-    *("stage3_model_persistence_threshold", "stage3_param_persistence_threshold"),
-    *("sub_group_size", "use_multi_rank_bucket_allreduce", "zero_hpz_partition_size"),
-    *("offload_param.device=cpu", "offload_param.pin_memory"),
-}
+    "contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
+    "stage3_model_persistence_threshold", "stage3_param_persistence_threshold",
+    "sub_group_size", "use_multi_rank_bucket_allreduce", "zero_hpz_partition_size",
+    "offload_param.device=cpu", "offload_param.pin_memory",
+}  # fmt: skip
 
 
 def deepspeed_settings(

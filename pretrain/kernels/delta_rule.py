@@ -21,26 +21,19 @@ from pretrain.config.model import AttentionKernel, ModelConfig
 
 VERSION = "0.6.0"  # of fla-core, whose kernels these are
 CHUNK_TOKENS = 64
+_CHUNK_FWD = "fla.ops.gated_delta_rule.chunk_fwd"
+_DELTA_H = "fla.ops.common.chunk_delta_h"
 # Module and kernel -> its blocks, warps and stages.
 CONFIGURATIONS: dict[str, tuple[dict[str, int], int, int]] = {
     "fla.modules.norm.l2norm l2norm_fwd_kernel": ({"BT": 32}, 4, 3),
     "fla.modules.norm.l2norm l2norm_bwd_kernel": ({"BT": 32}, 4, 3),
     "fla.ops.utils.cumsum chunk_local_cumsum_scalar_kernel": ({}, 2, 3),
-    "fla.ops.gated_delta_rule.chunk_fwd chunk_gated_delta_rule_fwd_kkt_solve_kernel": (
-        {"BK": 64},
-        *(4, 3),
-    ),
+    f"{_CHUNK_FWD} chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 64}, 4, 3),
     "fla.ops.gated_delta_rule.wy_fast recompute_w_u_fwd_kernel": ({}, 4, 2),
     "fla.ops.gated_delta_rule.wy_fast prepare_wy_repr_bwd_kernel": ({}, 4, 2),
     # Two warps, because with four Blackwell computes wrong results.
-    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_kernel_h_blockdim64": (
-        {"BV": 32},
-        *(2, 2),
-    ),
-    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": (
-        {"BV": 32},
-        *(2, 2),
-    ),
+    f"{_DELTA_H} chunk_gated_delta_rule_fwd_kernel_h_blockdim64": ({"BV": 32}, 2, 2),
+    f"{_DELTA_H} chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": ({"BV": 32}, 2, 2),
     "fla.ops.common.chunk_o chunk_fwd_kernel_o": ({"BK": 64, "BV": 64}, 4, 3),
     "fla.ops.common.chunk_o chunk_bwd_kernel_dv_local": ({}, 4, 2),
     "fla.ops.common.chunk_o chunk_bwd_kernel_dqkwg": ({}, 4, 2),

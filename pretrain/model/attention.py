@@ -69,28 +69,18 @@ class RelativeAttention(nn.Module):
 
     def forward(
         self,
-        segment_BLD: Tensor,
-        memory_BMD: Tensor,
-        positions_CX: Tensor,
-        content_bias_NH: Tensor | None,
-        position_bias_NH: Tensor | None,
-        memory_gain_D: Tensor | None = None,
-        memory_bias_D: Tensor | None = None,
-        *,
+        *tensors: Tensor | None,
         visibility: Visibility,
         dropout: DropoutStream | None,
         compiles: bool = False,
     ) -> Tensor:
-        """Return the attended values [B, L, D].
+        """Return the attended values [B, L, D] for the arguments of `inputs`.
 
-        `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi,
-        t5). `memory_gain_D` and `memory_bias_D` are of a norm whose rest the memory has passed;
-        positional, so that ZeRO-3 keeps the weights until they have their gradients.
+        They are positional, so that ZeRO-3 keeps weights among them until they have gradients.
         """
-        given = (segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH)
-        given += (memory_gain_D, memory_bias_D)
+        # The class' function, not the bound one: it is compiled once for all layers.
         query_BLNH, parts, terms = compiled_if(compiles, RelativeAttention.inputs)(
-            self, *given, visibility=visibility
+            self, *tensors, visibility=visibility
         )
         return self.read(query_BLNH, parts, terms, visibility=visibility, dropout=dropout)
 
@@ -108,7 +98,8 @@ class RelativeAttention(nn.Module):
     ) -> tuple[Tensor, list[Tensor], ScoreTerms]:
         """Return queries, keys and values of memory and segment, and terms, as `read` takes them.
 
-        The arguments are those of `forward`.
+        `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi,
+        t5). `memory_gain_D` and `memory_bias_D` are of a norm whose rest the memory has passed.
         """
         # Memory and segment are projected separately: memory needs no query and mostly no gradient.
         parts = [self._key_values(segment_BLD, self.key_value_weight)]

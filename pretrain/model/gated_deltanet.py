@@ -78,7 +78,11 @@ def fla_delta_rule(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Ten
     if inputs.documents_BL is not None:
         log_decay_BLN = log_decay_BLN.masked_fill(_is_new(inputs.documents_BL), FORGOTTEN)
     return chunk_gated_delta_rule()(
-        *(inputs.query_BLNH, inputs.key_BLNH, inputs.value_BLNX, log_decay_BLN, inputs.write_BLN),
+        inputs.query_BLNH,
+        inputs.key_BLNH,
+        inputs.value_BLNX,
+        log_decay_BLN,
+        inputs.write_BLN,
         scale=inputs.query_BLNH.shape[-1] ** -0.5,
         initial_state=state_BNHX,
         output_final_state=True,
@@ -129,12 +133,10 @@ def delta_rule_in_chunks(
     """
     num_tokens = inputs.query_BLNH.shape[1]
     num_chunks = -(-num_tokens // chunk_tokens)
+    gates = (inputs.log_decay_BLN[..., None], inputs.write_BLN[..., None])
     query, key, value, log_decay, write = (
-        _chunked(each, num_chunks)
-        for each in (
-            *(inputs.query_BLNH, inputs.key_BLNH, inputs.value_BLNX),
-            *(inputs.log_decay_BLN[..., None], inputs.write_BLN[..., None]),
-        )
+        _chunked(values, num_chunks)
+        for values in (inputs.query_BLNH, inputs.key_BLNH, inputs.value_BLNX, *gates)
     )  # [Z, B, N, Y, width]
     between_ZBNYY, since_ZBNY1 = _decays(log_decay, inputs.documents_BL)
     written_ZBNYH = key * write
@@ -149,12 +151,10 @@ def delta_rule_in_chunks(
     # What a chunk leaves in the state: Gamma_last is the last row.
     left_ZBNHY = (key * between_ZBNYY[..., -1, :, None]).mT
     reading_ZBNYH = query * since_ZBNY1
-    read = []
+    read, of_chunks = [], (updates_ZBNYX, keys_ZBNYH, weights_ZBNYY, left_ZBNHY, reading_ZBNYH)
     # Unbound: the gradient of an index would be a tensor of all chunks, for each of them.
     for update_BNYX, key_BNYH, weight_BNYY, left_BNHY, reading_BNYH, since_BNY1 in zip(
-        *(updates_ZBNYX.unbind(), keys_ZBNYH.unbind(), weights_ZBNYY.unbind()),
-        *(left_ZBNHY.unbind(), reading_ZBNYH.unbind(), since_ZBNY1.unbind()),
-        strict=True,
+        *(values.unbind() for values in (*of_chunks, since_ZBNY1)), strict=True
     ):
         new_BNYX = update_BNYX - key_BNYH @ state_BNHX
         read.append(reading_BNYH @ state_BNHX + weight_BNYY @ new_BNYX)

@@ -99,21 +99,22 @@ class TransformerLayer(ResidualLayer):
         self,
         hidden_BLD: Tensor,
         memory_BMD: Tensor,
-        positions_CX: Tensor,
-        content_bias_NH: Tensor | None,
-        position_bias_NH: Tensor | None,
-        *,
+        *positions: Tensor | None,
         visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
-        segment_BLD, apart = hidden_BLD, []
+        """Return the layer's output; `positions` as in `RelativeAttention.inputs`, u and v."""
+        segment_BLD, gain_and_bias = hidden_BLD, []
         if self._norms_inputs:
             # Memory holds the residual stream, so it passes the norm with its current parameters.
             segment_BLD = self.attention_norm(hidden_BLD)
             if memory_BMD.shape[1]:
-                memory_BMD, *apart = self.attention_norm(memory_BMD, apart=True)
+                memory_BMD, *gain_and_bias = self.attention_norm(memory_BMD, apart=True)
         attended_BLD = self.attention(
-            *(segment_BLD, memory_BMD, positions_CX, content_bias_NH, position_bias_NH, *apart),
+            segment_BLD,
+            memory_BMD,
+            *positions,
+            *gain_and_bias,
             visibility=visibility,
             dropout=dropout,
             compiles=self.compiles,

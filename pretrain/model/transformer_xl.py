@@ -271,8 +271,11 @@ class TransformerXL(nn.Module):
         length = segment.state.parts.layers[index][0].length
         output_BLD = self._run(
             layer,
-            *(hidden_BLD, memory_BMD, segment.keys.positions_CX(index, num_keys)),
-            *(self.content_bias, self.position_bias),
+            hidden_BLD,
+            memory_BMD,
+            segment.keys.positions_CX(index, num_keys),
+            self.content_bias,
+            self.position_bias,
             visibility=segment.keys.visibility(num_keys, length),
             dropout=segment.dropout,
         )
