@@ -33,6 +33,18 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "sdpa", "atomic", "plain"]
 ExportFormat = Literal["own", "huggingface"]
 ProbeName = Literal["needle", "copy", "position", "attention"]
+# Settings of training alone; and of the memory, which evaluation may choose, too.
+_NO_FUNCTION = (
+    "dropout", "attention_dropout", "z_loss", "init_std", "memory_length", "rope_extension",
+)  # fmt: skip
+T5_BUCKETS, T5_MAX_DISTANCE = 32, 128  # Raffel et al. 2020
+PROJECTION_INIT_STD = 0.01  # the paper's code
+CONVOLUTION_WIDTH = 4  # tokens that a deltanet layer's short convolution sees
+DELTANET_EXPANSION = 2  # width of a deltanet head's values, in widths of its keys
+DELTANET_CHUNK = 64  # tokens, at most, that a deltanet layer computes together
+GATED_MULTIPLE = 64  # the derived width of a gated layer is rounded up to this
+MOST_LAYERS = MOST_HEADS = 4096
+LARGEST_WIDTH = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +83,6 @@ POSITIONS: Mapping[Positions, PositionTraits] = {
     "alibi": PositionTraits(adds_bias=True),
     "t5": PositionTraits(adds_bias=True, learns_bias=True),
 }
-
-
-# Settings of training alone; and of the memory, which evaluation may choose, too.
-_NO_FUNCTION = (
-    "dropout", "attention_dropout", "z_loss", "init_std", "memory_length", "rope_extension",
-)  # fmt: skip
-T5_BUCKETS, T5_MAX_DISTANCE = 32, 128  # Raffel et al. 2020
-PROJECTION_INIT_STD = 0.01  # the paper's code
-CONVOLUTION_WIDTH = 4  # tokens that a deltanet layer's short convolution sees
-DELTANET_EXPANSION = 2  # width of a deltanet head's values, in widths of its keys
-DELTANET_CHUNK = 64  # tokens, at most, that a deltanet layer computes together
-GATED_MULTIPLE = 64  # the derived width of a gated layer is rounded up to this
-MOST_LAYERS = MOST_HEADS = 4096
-LARGEST_WIDTH = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)

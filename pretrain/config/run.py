@@ -29,6 +29,11 @@ from pretrain.config.engine import EngineConfig, check_attention
 from pretrain.config.model import ModelConfig, OptimizerName, ScheduleShape
 
 MOST_SEGMENTS = 4096
+# Settings and sections that change neither which model learns nor from which tokens.
+_MAY_CHANGE = (
+    "data.path", "data.manifest_hashes", "data.cache", "data.phases", "optim.steps",
+    "engine", "checkpoint", "recovery", "evaluation", "metrics",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,13 +351,6 @@ class RunConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.data.lanes * self.lane_tokens_per_step
-
-
-# Settings and sections that change neither which model learns nor from which tokens.
-_MAY_CHANGE = (
-    "data.path", "data.manifest_hashes", "data.cache", "data.phases", "optim.steps",
-    "engine", "checkpoint", "recovery", "evaluation", "metrics",
-)  # fmt: skip
 
 
 def may_change(key: str) -> bool:

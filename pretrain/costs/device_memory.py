@@ -63,6 +63,16 @@ TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
 # Elements of a bucket at least: smaller sums take as long as this one on most networks.
 SMALLEST_BUCKET = 1 << 22
 COPIED = 500_000_000  # elements at most that stages 0 and 1 copy at a time, to sum them
+# What a change costs, as a part of the time of a step: assumed, and only their order matters.
+# Checkpointing repeats the scores, or all of the forward pass: a third of a step's FLOPs.
+_COST_OF_CHECKPOINTING = {"none": 0.0, "selective": 0.08, "full": 0.33}
+# Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
+_COST_OF_STAGE = (0.0, 0.005, 0.01, 0.1)
+# Of twice as many passes: each is smaller; from stage 2 on each exchanges gradients, too.
+_COST_OF_PASSES = (0.01, 0.01, 0.02, 0.05)
+_COST_OF_OFFLOADED_MEMORIES = 0.02  # copied while other slots compute
+_COST_OF_OFFLOADED_OPTIMIZER = 0.5  # the CPU updates the weights
+_MOST_RANKS = 64  # times as many are tried where no setting helps
 
 
 @dataclass(frozen=True)
@@ -498,18 +508,6 @@ def _given(run: RunConfig, name: str) -> float:
 def largest_parameter(model: ModelConfig) -> int:
     """Return the elements of the largest parameter."""
     return max(each.elements for each in weights_of(model) if each.copies)
-
-
-# What a change costs, as a part of the time of a step: assumed, and only their order matters.
-# Checkpointing repeats the scores, or all of the forward pass: a third of a step's FLOPs.
-_COST_OF_CHECKPOINTING = {"none": 0.0, "selective": 0.08, "full": 0.33}
-# Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
-_COST_OF_STAGE = (0.0, 0.005, 0.01, 0.1)
-# Of twice as many passes: each is smaller; from stage 2 on each exchanges gradients, too.
-_COST_OF_PASSES = (0.01, 0.01, 0.02, 0.05)
-_COST_OF_OFFLOADED_MEMORIES = 0.02  # copied while other slots compute
-_COST_OF_OFFLOADED_OPTIMIZER = 0.5  # the CPU updates the weights
-_MOST_RANKS = 64  # times as many are tried where no setting helps
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from pretrain.terminal.text import counted, si
 
 NEWTON_SCHULZ_STEPS = 5
 MOMENT_BYTES = 4  # float32; AdamW has two moments
+OPTIMIZERS: Mapping[OptimizerName, str] = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon"}
 
 
 class Weight(NamedTuple):
@@ -141,9 +142,6 @@ def parameters_of(model: ModelConfig) -> Parameters:
     for weight in weights_of(model):
         parts[weight.part] += weight.copies * weight.elements
     return Parameters(**parts)
-
-
-OPTIMIZERS: Mapping[OptimizerName, str] = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon"}
 
 
 def model_in_words(run: RunConfig) -> str:

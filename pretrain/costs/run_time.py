@@ -32,6 +32,12 @@ from pretrain.costs.device_memory import footprint_of
 from pretrain.costs.flops import computed_flops_of_step, flops_of
 from pretrain.costs.hardware import Hardware
 
+# Part of the speed that training loses while a checkpoint is being written. Assumed: copies,
+# hashing and writing take host memory's bandwidth, cores and the network.
+SLOWER_WHILE_WRITING = 0.05
+RESTART_SECONDS = 600.0  # from a failure to training again, without reading the checkpoint
+_LONGEST_PERIOD = 700.0  # mean times between failures: exp of more overflows
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
@@ -121,13 +127,6 @@ def _split_here(path: Path) -> Path | None:
         return None
     split = split_of(Path(path))
     return split if (split / MANIFEST_NAME).is_file() else None
-
-
-# Part of the speed that training loses while a checkpoint is being written. Assumed: copies,
-# hashing and writing take host memory's bandwidth, cores and the network.
-SLOWER_WHILE_WRITING = 0.05
-RESTART_SECONDS = 600.0  # from a failure to training again, without reading the checkpoint
-_LONGEST_PERIOD = 700.0  # mean times between failures: exp of more overflows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,18 @@ from pretrain.terminal.log import adopt_logger
 
 # Of a model in half precision: the weights as they were drawn, in fp32, by name.
 InitialWeights = dict[str, Tensor]
+# DeepSpeed ignores these sections when it is given an optimizer; the value is what to use instead.
+UNUSED_SECTIONS = {"optimizer": "optim.name and its settings", "scheduler": "optim.schedule"}
+# Keys of zero_optimization that a test has trained, saved and resumed bitwise with. Others may have
+# DeepSpeed update weights by an Adam of its own, swap them to a disk, or, with
+# round_robin_gradients, start from other weights than those that were drawn.
+TRIED = {
+    "contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
+    "stage3_model_persistence_threshold", "stage3_param_persistence_threshold",
+    "sub_group_size", "use_multi_rank_bucket_allreduce", "zero_hpz_partition_size",
+    "offload_param.device=cpu", "offload_param.pin_memory",
+}  # fmt: skip
 
 
 def build_replicated(
@@ -91,20 +103,6 @@ def build_sharded(
         for name, parameter in module.named_parameters()
         if parameter in initial
     }
-
-
-# DeepSpeed ignores these sections when it is given an optimizer; the value is what to use instead.
-UNUSED_SECTIONS = {"optimizer": "optim.name and its settings", "scheduler": "optim.schedule"}
-# Keys of zero_optimization that a test has trained, saved and resumed bitwise with. Others may have
-# DeepSpeed update weights by an Adam of its own, swap them to a disk, or, with
-# round_robin_gradients, start from other weights than those that were drawn.
-TRIED = {
-    "contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
-    "stage3_model_persistence_threshold", "stage3_param_persistence_threshold",
-    "sub_group_size", "use_multi_rank_bucket_allreduce", "zero_hpz_partition_size",
-    "offload_param.device=cpu", "offload_param.pin_memory",
-}  # fmt: skip
 
 
 def deepspeed_settings(

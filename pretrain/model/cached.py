@@ -21,6 +21,8 @@ from pretrain.model.memory import LayerParts, Memory, MemoryLayout, selected_lan
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.model.visibility import SegmentKeys
 
+SPARE_SEGMENTS = 8  # fit into the buffer after the memory before its rows move to the front
+
 
 class HiddenStateStream:
     """A stream that remembers hidden states, as in training."""
@@ -100,9 +102,6 @@ class SegmentStream:
             self._before = selected_lanes(self._before, rows_B)
         if self._present is not None:
             self._present = (self._present[0][rows_B], self._present[1][rows_B])
-
-
-SPARE_SEGMENTS = 8  # fit into the buffer after the memory before its rows move to the front
 
 
 class RowBuffer:

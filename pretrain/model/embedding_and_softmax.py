@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.config.model import ModelConfig
 from pretrain.model.parameters import normal, zeros
 
+_NO_TARGET = -(2**63)  # nothing is ignored: kernels stop at -100, which torch would give no loss
+
 
 class GradientSums:
     """The sums of one forward pass, whose every part uses each of the parameters once."""
@@ -71,9 +73,6 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
         return ctx.total.plus(gradient), None
-
-
-_NO_TARGET = -(2**63)  # nothing is ignored: kernels stop at -100, which torch would give no loss
 
 
 def bin_ranges(config: ModelConfig) -> list[range]:

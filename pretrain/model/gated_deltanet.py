@@ -36,6 +36,10 @@ from pretrain.model.attention_backends import log_once
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.parameters import RMSNorm, normal, uniform
 
+FORGOTTEN = -128.0  # a logarithm of decay of which exp is 0 in float32, also beside others in a sum
+SOFTPLUS_LINEAR = 40.0  # from here on log(1 + exp(x)) is x, also in float64
+NORM_SQUARE_EPSILON = 1e-6  # added to the squared norm of a query or key
+
 
 @dataclass(frozen=True)
 class DeltaInputs:
@@ -55,7 +59,6 @@ class DeltaInputs:
 
 # From what tokens do and a state [B, N, H, X] to what they read, [B, L, N, X], and the state after.
 DeltaRulePath = Callable[[DeltaInputs, Tensor], tuple[Tensor, Tensor]]
-FORGOTTEN = -128.0  # a logarithm of decay of which exp is 0 in float32, also beside others in a sum
 
 
 def delta_rule_for(
@@ -198,10 +201,6 @@ def _decays(log_decay_ZBNY1: Tensor, documents_BL: Tensor | None) -> tuple[Tenso
     between_ZBNYY = difference_ZBNYY.masked_fill(hidden, float("-inf")).exp()
     since_ZBNY1 = total_ZBNY1.exp()
     return between_ZBNYY, since_ZBNY1 if is_carried is None else since_ZBNY1 * is_carried
-
-
-SOFTPLUS_LINEAR = 40.0  # from here on log(1 + exp(x)) is x, also in float64
-NORM_SQUARE_EPSILON = 1e-6  # added to the squared norm of a query or key
 
 
 class GatedDeltaNet(nn.Module):

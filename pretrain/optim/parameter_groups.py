@@ -34,6 +34,12 @@ from pretrain.distributed.world import World
 from pretrain.model.transformer_xl import TransformerXL
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
+MUON_STATE = ("momentum",)
+# An orthogonal update returns as much as it is given; as large as AdamW's, it grows with the
+# width^1/2.
+MUON_RATE_EXPONENT = -0.5
+NUM_KINDS = 3  # gradient, update, weight
+CLIP_EPSILON = 1e-6  # torch and all stages of DeepSpeed add it to the norm when they clip
 
 
 @dataclass(frozen=True)
@@ -136,10 +142,6 @@ class FragmentIndex:
 
 
 Role = Literal["matrix", "projection", "table", "vector", "output_bias"]
-MUON_STATE = ("momentum",)
-# An orthogonal update returns as much as it is given; as large as AdamW's, it grows with the
-# width^1/2.
-MUON_RATE_EXPONENT = -0.5
 
 _ROLES: dict[Role, str] = {
     # From hidden channels to hidden channels: both sides grow with the model's width.
@@ -267,10 +269,6 @@ def set_learning_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
 def state_of_parameters(groups: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
     """Return the kinds of the optimizer's state by the name of the parameter."""
     return {name: group["state"] for group in groups for name in group["shapes"]}
-
-
-NUM_KINDS = 3  # gradient, update, weight
-CLIP_EPSILON = 1e-6  # torch and all stages of DeepSpeed add it to the norm when they clip
 
 
 def layer_of(parameter_name: str) -> str:

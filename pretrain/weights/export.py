@@ -75,6 +75,7 @@ FILES = (WEIGHTS, f"{TOKENIZER}/{DESCRIPTION_NAME}", f"{TOKENIZER}/{MODEL_NAME}"
 LARGEST_CONFIG_BYTES = 1 << 24
 EXPORT_AGAIN = "export the run again"
 _OS_ERROR = re.compile(r"\(os error (\d+)\)$")
+logger = logging.getLogger(__name__)
 
 
 def is_export(directory: Path) -> bool:
@@ -322,9 +323,6 @@ def _refuse_other_function(run: RunConfig, export: Path, trained: ModelConfig) -
             f"initial_weights={export} were trained as another function: {found}; use the model "
             f"settings in {export / CONFIG}"
         )
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

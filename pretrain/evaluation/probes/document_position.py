@@ -27,6 +27,7 @@ from pretrain.evaluation.evaluate import EvaluationResult, evaluate
 from pretrain.model.memory import Memory
 
 NORMAL_975 = 1.959963984540054  # for intervals of 95%
+MOST_BINS = 64
 
 
 def bins_of(distances: Tensor) -> Tensor:
@@ -88,9 +89,6 @@ def borders_of(config: ModelConfig, memory_length: int, segment_length: int) -> 
     if carries_state and not lane_parts(config, memory_length).is_forgotten:
         total = 0
     return Borders(segment_length, direct, total)
-
-
-MOST_BINS = 64
 
 
 @dataclass(frozen=True, kw_only=True)

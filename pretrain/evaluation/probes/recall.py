@@ -37,6 +37,10 @@ SAMPLE_TOKENS = 1 << 17  # of the split
 READ_TOKENS = 8192  # at a time
 MOST_TOKENS = 256  # candidates and fillers
 FEWEST_CANDIDATES = 9
+LANES = 16  # trials computed together; they share their place in the segment
+SHORTEST = 8  # distance
+# Of the scored tokens. Where chance is one of many candidates, a single hit is above it.
+LEAST_RECALLED = 0.5
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,6 @@ def _split(ids: np.ndarray, text: np.ndarray | None, end_id: int, whose: str) ->
 
 
 RecallKind = Literal["needle", "copy"]
-LANES = 16  # trials computed together; they share their place in the segment
-SHORTEST = 8  # distance
-# Of the scored tokens. Where chance is one of many candidates, a single hit is above it.
-LEAST_RECALLED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from pretrain.kernels.triton.tiling import (
 )
 
 SUM_TILE = Tile(16, 64)  # of the kernels that only sum
+UNLIMITED = 1 << 30  # a window of all keys: one number, since kernels are compiled for some numbers
 
 
 class Inputs(NamedTuple):
@@ -369,9 +370,6 @@ def _like(gradient: Tensor | None, argument: Tensor | None) -> Tensor | None:
 
 def cdiv(number: int, divisor: int) -> int:
     return -(-number // divisor)
-
-
-UNLIMITED = 1 << 30  # a window of all keys: one number, since kernels are compiled for some numbers
 
 
 def fused_relative_attention(

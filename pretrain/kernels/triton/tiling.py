@@ -31,6 +31,20 @@ from foundation.files import (
 )
 from foundation.records import Fields, InvalidField
 
+_ALIGNED_WIDTH = 8  # whose multiples are rows of 16 bytes; loads of others take more registers
+TABLE = Path(__file__).with_name("tiles.json")
+FORMAT = 1
+LARGEST_SIZE, LARGEST_WARPS, MOST_STAGES = 256, 16, 8
+_SOURCES = ("kernels", "tiles")
+# Programs of the keys' kernel that fill a device: two waves on 160 multiprocessors, two on each.
+# They decide the workspace's size, so it is the same on every GPU: the order of sums depends on it.
+FILLING_PROGRAMS = 640
+# What a workspace may take for that; a 40th of 80 GiB.
+WORKSPACE_BYTES = 2 << 30
+# Arguments of the backward kernels that name the lanes and groups of a launch. The compiler must
+# not make a variant for each value.
+CHUNK = ("first_lane", "first_group", "chunk_groups", "chunk_lanes")
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -97,7 +111,6 @@ _TILES = {  # by compute capability and padded head width
 }
 
 
-_ALIGNED_WIDTH = 8  # whose multiples are rows of 16 bytes; loads of others take more registers
 _UNALIGNED_FORWARD, _UNALIGNED_KEYS = Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)
 
 
@@ -122,11 +135,7 @@ def tiled_width(head_width: int) -> int:
     return 64 if head_width <= 64 else 128
 
 
-TABLE = Path(__file__).with_name("tiles.json")
-FORMAT = 1
 KERNELS = tuple(field.name for field in fields(Tiles))
-LARGEST_SIZE, LARGEST_WARPS, MOST_STAGES = 256, 16, 8
-_SOURCES = ("kernels", "tiles")
 
 
 def tiles_for(head_width: int, capability: tuple[int, int]) -> Tiles:
@@ -198,16 +207,6 @@ def _checked(table: Fields, width: int, capability: tuple[int, int]) -> dict[str
             f"it is for compute capability {known}, found {capability[0]}.{capability[1]}"
         )
     return found
-
-
-# Programs of the keys' kernel that fill a device: two waves on 160 multiprocessors, two on each.
-# They decide the workspace's size, so it is the same on every GPU: the order of sums depends on it.
-FILLING_PROGRAMS = 640
-# What a workspace may take for that; a 40th of 80 GiB.
-WORKSPACE_BYTES = 2 << 30
-# Arguments of the backward kernels that name the lanes and groups of a launch. The compiler must
-# not make a variant for each value.
-CHUNK = ("first_lane", "first_group", "chunk_groups", "chunk_lanes")
 
 
 class Chunk(NamedTuple):

@@ -42,6 +42,55 @@ OWN = ("foundation", "data_pipeline", "pretrain")
 
 Key = tuple[str, str]  # a module, and a name that it defines
 Import = tuple[str, str]  # ("import", "numpy as np"), or ("from torch import", "nn")
+OWN_CLASS = "XLPretrainTokenizer"
+CONFIG_NAME = "tokenizer_config.json"
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- {tag}
+- xl-pretrain
+---
+
+# {name}
+
+A language model of {parameters:,} parameters, trained with xl-pretrain
+for {step:,} steps on {tokens:,} tokens of the corpus `{corpus}`: {model}.
+It reads text in segments. From one segment to the next, {memory}.
+
+License, intended use and limitations are for whoever publishes the model to state here.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("DIRECTORY", trust_remote_code=True)
+inputs = tokenizer("The ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
+```
+
+The code in this directory needs torch, transformers and numpy{requirement}. It has no dropout and
+no fused kernels for GPUs. A text of any length can be read, in linear time: `model(input_ids,
+mems=mems)` returns `logits`, and `mems` for what follows. Padding belongs to the right of a text;
+`generate` takes prompts of equal length.
+
+## Model
+
+{model_rows}
+
+## Training
+
+{training_rows}
+"""
+CODE = ("configuration_xl_pretrain", "modeling_xl_pretrain", "tokenization_xl_pretrain")
+CLASSES = {
+    "AutoConfig": f"{CODE[0]}.XLPretrainConfig",
+    "AutoModelForCausalLM": f"{CODE[1]}.XLPretrainForCausalLM",
+}
+HEADING = """# Copied from the source of xl-pretrain {version}; Apache License 2.0.
+# The module that each part comes from stands above it."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +204,6 @@ def _names_in(node: ast.AST) -> list[str]:
     return [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
 
 
-OWN_CLASS = "XLPretrainTokenizer"
-CONFIG_NAME = "tokenizer_config.json"
-
-
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes] | None:
     """Return files by name; None if transformers has no such tokenizer."""
     match tokenizer.kind:
@@ -216,48 +261,6 @@ def _json(tree: Any) -> bytes:
     return json_text(tree, indent=1, ensure_ascii=False).encode()
 
 
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- {tag}
-- xl-pretrain
----
-
-# {name}
-
-A language model of {parameters:,} parameters, trained with xl-pretrain
-for {step:,} steps on {tokens:,} tokens of the corpus `{corpus}`: {model}.
-It reads text in segments. From one segment to the next, {memory}.
-
-License, intended use and limitations are for whoever publishes the model to state here.
-
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("DIRECTORY", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained("DIRECTORY", trust_remote_code=True)
-inputs = tokenizer("The ", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
-```
-
-The code in this directory needs torch, transformers and numpy{requirement}. It has no dropout and
-no fused kernels for GPUs. A text of any length can be read, in linear time: `model(input_ids,
-mems=mems)` returns `logits`, and `mems` for what follows. Padding belongs to the right of a text;
-`generate` takes prompts of equal length.
-
-## Model
-
-{model_rows}
-
-## Training
-
-{training_rows}
-"""
-
-
 def model_card(
     trained: TrainedModel, tokenizer: Tokenizer, evaluation: Mapping[str, Any] | None = None
 ) -> str:
@@ -309,15 +312,6 @@ def model_card(
 
 def _table(rows: Mapping[str, str]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {rows[name]} |" for name in rows)])
-
-
-CODE = ("configuration_xl_pretrain", "modeling_xl_pretrain", "tokenization_xl_pretrain")
-CLASSES = {
-    "AutoConfig": f"{CODE[0]}.XLPretrainConfig",
-    "AutoModelForCausalLM": f"{CODE[1]}.XLPretrainForCausalLM",
-}
-HEADING = """# Copied from the source of xl-pretrain {version}; Apache License 2.0.
-# The module that each part comes from stands above it."""
 
 
 def write_huggingface(
