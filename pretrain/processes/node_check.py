@@ -135,12 +135,21 @@ def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None
             os.environ.setdefault("NCCL_DEBUG", "WARN")
             os.environ["NCCL_DEBUG_FILE"] = str(log)
             write_json(result, asdict(measure_link(world, group, port_file, log)))
+            if world.rank == group[0]:  # it keeps the store, without which others would hang
+                _await_names(out, {link_file(number, rank) for rank in group})
             # To close a group that failed could wait for the other ranks.
             os._exit(0)
 
         if not in_child(measure, LINK_SECONDS):
             problem = with_warnings(f"hung or crashed within {LINK_SECONDS:.0f} s", log)
             write_json(result, asdict(LinkMeasurement(bytes_per_second=None, problem=problem)))
+
+
+def _await_names(folder: Path, names: set[str]) -> None:
+    """Wait until the folder has these files, for as long as a group may take to connect."""
+    deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
+    while not names <= set(os.listdir(folder)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def unmeasured(rank: int, problem: str) -> RankMeasurement:

@@ -228,9 +228,13 @@ def _attempt_of(variables: Mapping[str, str]) -> int:
     return int(Path(variables[ATTEMPT_FILES]).name.removeprefix("attempt-"))
 
 
-def assert_status(run: SlurmRun, state: str, **expected: object) -> None:
+def status(run: SlurmRun) -> dict[str, Any]:
     """What `launcher status` says of the run."""
     command = [sys.executable, "-m", "launcher", "status", str(run.dir.path), "--json"]
-    status = json.loads(run.lab.run(*command).stdout)
-    assert status["state"] == state, status
-    assert {key: status[key] for key in expected} == expected, status
+    return json.loads(run.lab.run(*command).stdout)
+
+
+def assert_status(run: SlurmRun, state: str, **expected: object) -> None:
+    shown = status(run)
+    assert shown["state"] == state, shown
+    assert {key: shown[key] for key in expected} == expected, shown

@@ -8,14 +8,12 @@ while they train.
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,6 +40,7 @@ from tests.slurm.runs import (
     SlurmRun,
     assert_status,
     in_background,
+    status,
 )
 
 
@@ -159,10 +158,6 @@ def test_a_second_job_on_the_same_run_is_refused(
 
 
 def test_jobs_that_could_not_say_how_they_ended_are_asked_for_in_accounting(limited, crashing):
-    def status(run: SlurmRun) -> dict[str, Any]:
-        command = [sys.executable, "-m", "launcher", "status", str(run.dir.path), "--json"]
-        return json.loads(run.lab.run(*command).stdout)
-
     with SlurmLab(num_nodes=2, accounting=True) as lab:
         runs = Runs(lab, make_tiny_corpus(lab.path / "corpus"))
         requeued = runs.submit("requeued", nodes="1", options={"nodelist": "n1"})
@@ -290,29 +285,6 @@ def test_a_container_that_does_not_start_ends_the_run_and_blames_no_host(runs: R
     first = lab.run(*command).stdout.splitlines()[0]
     assert first.startswith("[job] ")
     assert "apptainer: command not found" in first
-
-
-def test_a_run_goes_on_elsewhere_when_a_host_goes_down_or_is_cut_off(runs, lab, reference):
-    run = runs.submit("hosts", options={"exclude": "n4"})
-    run.wait_for_step(INTERVAL + 20)
-    assert run.nodes() == ("n1", "n2")
-    lab.power_off("n2")
-    run.until(lambda: len(run.begun_at()) == 2)
-    assert run.nodes() == ("n1", "n3")
-    assert run.begun_at() == [0, INTERVAL]
-    assert_status(run, "running", attempts=2, last_failure="node n2 failed")
-    lab.boot("n2")
-    run.wait_for_step(2 * INTERVAL + 20)
-    lab.cut("n1")  # where the supervisor and rank 0 are
-    run.until(lambda: len(run.begun_at()) == 3)
-    assert run.nodes() == ("n2", "n3")
-    lab.heal("n1")
-    run.wait_until_finished()
-    lab.wait_until_idle("n1")
-    run.assert_same_as(reference)
-    assert_status(run, "done", attempts=3, last_failure="its first node or its storage was lost")
-    assert run.begun_at() == [0, INTERVAL, 2 * INTERVAL]
-    assert run.ends() == ["node n2 failed", "its first node or its storage was lost", "finished"]
 
 
 def test_a_crash_loop_is_given_up_with_a_reason(runs: Runs, lab: SlurmLab):

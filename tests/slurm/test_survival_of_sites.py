@@ -3,7 +3,6 @@ and nodes that stand still. No run may end of it, or be started twice."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import sys
@@ -12,7 +11,16 @@ import pytest
 
 from pretrain.rundir.events import JobEndReason, NodesUnready, Outcome, Submitted
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import FAR, INTERVAL, NEAR, Runs, SlurmRun, assert_status, in_background
+from tests.slurm.runs import (
+    FAR,
+    INTERVAL,
+    NEAR,
+    Runs,
+    SlurmRun,
+    assert_status,
+    in_background,
+    status,
+)
 
 BANNER = """#!/bin/bash
 echo "Welcome!
@@ -118,5 +126,4 @@ def test_a_time_limit_that_somebody_shortened_is_not_blamed_on_the_cluster_file(
     limit = lab.run("squeue", "-h", "-j", job, "-o", "%l").stdout
     lab.run("scancel", job)
     assert limit == "1:00:00\n"
-    status = [sys.executable, "-m", "launcher", "status", str(shortened.dir.path), "--json"]
-    shortened.until(lambda: json.loads(lab.run(*status).stdout)["state"] == "canceled")
+    shortened.until(lambda: status(shortened)["state"] == "canceled")

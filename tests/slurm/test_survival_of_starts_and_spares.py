@@ -1,19 +1,19 @@
-"""Starts that Slurm takes back, of which nothing may count against the run, and a spare host.
+"""Starts that Slurm takes back, of which nothing may count against the run, and lost hosts.
 
 The three runs with such starts are disturbed at the same time, each on hosts of its own in a second
-cluster. They are begun first and looked at last. All comes after test_survival.py, which looks at
-the undisturbed run while it runs.
+cluster, and a run that loses hosts in a third one. They are begun first and looked at last. All
+comes after test_survival.py, which looks at the undisturbed run while it runs.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +29,7 @@ from pretrain.rundir.exit_statuses import NEVER_STARTED
 from pretrain.rundir.history import find_events
 from tests.helpers.corpora import make_tiny_corpus
 from tests.slurm.lab import SlurmLab
-from tests.slurm.runs import INTERVAL, NEAR, Runs, SlurmRun, assert_status, in_background
+from tests.slurm.runs import INTERVAL, NEAR, Runs, SlurmRun, assert_status, in_background, status
 
 # Ranks import until the file is gone.
 SLOW_START = """import os, sys, time
@@ -107,6 +107,28 @@ def unauthenticated(others: Runs, forgotten: SlurmRun) -> SlurmRun:
     return run
 
 
+@pytest.fixture(scope="module")
+def moved() -> Iterator[tuple[SlurmRun, list[dict[str, Any]]]]:
+    """A run that loses its second host, then the first one; its status after that of the second."""
+    with SlurmLab(num_nodes=3) as lab:
+        runs = Runs(lab, make_tiny_corpus(lab.path / "corpus"))
+        run, seen = runs.submit("hosts"), list[dict[str, Any]]()
+
+        def disturb() -> None:
+            run.wait_for_step(INTERVAL + 20)
+            lab.power_off("n2")
+            run.until(lambda: len(run.begun_at()) == 2)
+            seen.append(status(run))
+            lab.boot("n2")
+            run.wait_for_step(2 * INTERVAL + 20)
+            lab.cut("n1")  # where the supervisor and rank 0 are
+            run.until(lambda: len(run.begun_at()) == 3)
+            lab.heal("n1")
+
+        in_background(disturb)
+        yield run, seen
+
+
 def counted(run: SlurmRun) -> list[AttemptEnded]:
     """The attempts that ended and count."""
     ended = find_events(run.dir.ledger.read(), AttemptEnded)
@@ -122,7 +144,7 @@ def lose_a_host_before_the_next_launch(run: SlurmRun, lab: SlurmLab, node: str) 
 
 
 def test_a_spare_host_replaces_one_and_the_first_host_lost_requeues(
-    runs: Runs, lab: SlurmLab, reference: SlurmRun, preempted, unauthenticated
+    runs: Runs, lab: SlurmLab, reference: SlurmRun, moved, preempted, unauthenticated
 ):
     run = runs.submit("spare", nodes="2+1")
     run.wait_for_step(INTERVAL + 20)
@@ -158,6 +180,21 @@ def test_a_spare_host_replaces_one_and_the_first_host_lost_requeues(
     assert run.ends() == ["its first node or its storage was lost", "finished"]
 
 
+def test_a_run_goes_on_elsewhere_when_a_host_goes_down_or_is_cut_off(moved, reference):
+    run, seen = moved
+    run.wait_until_finished()
+    run.lab.wait_until_idle("n1")
+    run.assert_same_as(reference)
+    nodes = [start.nodes for start in run.events(JobStarted)]
+    assert nodes == [("n1", "n2"), ("n1", "n3"), ("n2", "n3")]
+    (second,) = seen
+    known = (second["state"], second["attempts"], second["last_failure"])
+    assert known == ("running", 2, "node n2 failed")
+    assert_status(run, "done", attempts=3, last_failure="its first node or its storage was lost")
+    assert run.begun_at() == [0, INTERVAL, 2 * INTERVAL]
+    assert run.ends() == ["node n2 failed", "its first node or its storage was lost", "finished"]
+
+
 def test_a_start_that_is_forgotten_counts_zero(forgotten, preempted, unauthenticated, reference):
     forgotten.wait_until_finished()
     forgotten.assert_same_as(reference)
@@ -190,10 +227,9 @@ def test_a_prolog_that_fails_is_named_with_its_host(others: Runs, forgotten: Slu
     (others.lab.path / "no-prolog-on-n6").touch()
     run = others.submit("held", options={"nodelist": "n5,n6"})
     run.until(lambda: run.state() == "PENDING" and run.ends())
-    launcher = [sys.executable, "-m", "launcher"]
-    status = json.loads(others.lab.run(*launcher, "status", str(run.dir.path), "--json").stdout)
-    assert status["state"] == "requeued"
-    assert re.search(f"prolog .* n6; .*'scontrol release {run.job}'", status["reason"])
-    resumed = others.lab.run(*launcher, "resume", str(run.dir.path))
-    assert resumed.stderr.endswith(f"{run.dir.path} is requeued: {status['reason']}\n")
+    held = status(run)
+    assert held["state"] == "requeued"
+    assert re.search(f"prolog .* n6; .*'scontrol release {run.job}'", held["reason"])
+    resumed = others.lab.run(sys.executable, "-m", "launcher", "resume", str(run.dir.path))
+    assert resumed.stderr.endswith(f"{run.dir.path} is requeued: {held['reason']}\n")
     others.lab.run("scancel", run.job)
