@@ -1,4 +1,4 @@
-"""What the ledger tells of the former starts of a Slurm job, and of the attempts in them. Pure."""
+"""What the ledger shows of the former starts of a Slurm job, and of the attempts in them. Pure."""
 
 from __future__ import annotations
 
@@ -19,50 +19,44 @@ from pretrain.rundir.events import (
     NodeReplaced,
     SupervisorKilled,
     TrainingBegan,
-    TrainingEnded,
 )
 
-# Ends of starts whose last attempt nobody decided about.
+# Ends of starts whose supervisor did not decide about the last attempt.
 _UNDECIDED = (JobEndReason.FIRST_NODE_LOST, JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)
-_ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the node is left out
+_ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the job leaves it
 
 
 def refusal_of_futile_starts(
     ledger: Sequence[Event], job: str, most: int, time_limit: str, usual_limit: str = ""
 ) -> str:
-    """Why this job must not start again: its last `most` starts in a row were ended by the time
-    limit, and each took longer to start than it trained for a checkpoint; empty if it may.
+    """Return why this job must not start again: its last `most` starts in a row were ended by the
+    time limit, and each took longer to start than it trained for a checkpoint; empty if it may.
 
-    `usual_limit`: that of the cluster file, where this job's was shortened.
+    `usual_limit`: the cluster file's, where this job's was shortened.
     """
     starts: list[tuple[float, float]] = []  # seconds until training began, and in saved training
     start: JobStarted | None = None
-    first_began = began = None
-    training = 0.0
+    began: TrainingBegan | None = None
     for event in ledger:
         if isinstance(event, JobStarted) and event.job == job:
-            start, first_began, began, training = event, None, None, 0.0
+            start, began = event, None
         elif isinstance(event, TrainingBegan):
-            first_began, began = first_began or event.time, event.time
-        elif isinstance(event, (TrainingEnded, AttemptEnded)) and began is not None:
-            training, began = training + event.time - began, None
+            began = began or event
         elif isinstance(event, JobEnded) and event.job == job and start is not None:
             if event.reason not in (JobEndReason.TIME_LIMIT, JobEndReason.TIME_LIMIT_NEAR):
                 starts.clear()
                 continue
-            training += 0.0 if began is None else event.time - began
-            starting = (first_began or event.time) - start.time
-            starts.append((starting, training if (event.step or 0) > start.step else 0.0))
+            began_at = began.time if began else event.time
+            is_saved = (event.step or 0) > start.step
+            starts.append((began_at - start.time, (event.time - began_at) * is_saved))
     last = starts[-most:]
     if len(last) < most or any(training >= starting for starting, training in last):
         return ""
-    starting, training = (duration(statistics.mean(each)) for each in zip(*last, strict=True))
+    starting, training = (duration(statistics.mean(times)) for times in zip(*last, strict=True))
     advice = "raise time_limit in the cluster file, then 'launcher submit'"
     if usual_limit:
-        advice = (
-            f"somebody shortened it for this job, the cluster file has {usual_limit}: 'launcher "
-            "resume' submits another job"
-        )
+        advice = f"somebody shortened it for this job, the cluster file has {usual_limit}: "
+        advice += "'launcher resume' submits another job"
     return (
         f"{most} starts in a row took {starting} to start and trained for {training} before the "
         f"time limit of {time_limit}; {advice}"
@@ -70,8 +64,9 @@ def refusal_of_futile_starts(
 
 
 def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
-    """How many of the last attempts in a row, in all former starts of this job, brought no newer
-    checkpoint; with those lost together with their supervisor, without those asked to stop."""
+    """Return how many of the last attempts in a row, in all former starts of this job, brought no
+    newer checkpoint. Attempts lost with their supervisor count, not those that were asked to stop.
+    """
     count = 0
     for event in ledger:
         if getattr(event, "job", None) != job:
@@ -87,8 +82,8 @@ def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
 
 
 def starts_without_progress(ledger: Sequence[Event], job: str) -> int:
-    """How many starts of this job in a row the site has ended without a newer checkpoint. One that
-    left some of its nodes, not all, does not count: the next one has others."""
+    """Return how many starts of this job in a row the site has ended without a newer checkpoint.
+    One that left some of its nodes, not all, does not count: the next one has others."""
     count = saved = num_nodes = 0
     for event in ledger:
         if not isinstance(event, (JobStarted, JobEnded)) or event.job != job:
@@ -104,8 +99,8 @@ def starts_without_progress(ledger: Sequence[Event], job: str) -> int:
 
 
 def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], str]) -> str | None:
-    """The node whose ranks failed first in the last two attempts of this start of the job, both
-    without progress; one attempt is enough if the rank itself said that its node is unusable.
+    """Return the node whose ranks failed first in the last two attempts of this start of the job,
+    both without progress; one attempt is enough if the rank said that its node is unusable.
 
     The map `node_of` from a rank to its node holds since the last start or replacement.
     """

@@ -133,6 +133,8 @@ def _make_attempts(
             lost = ", ".join(node for node in job.nodes if node not in left)
             raise StartAgain(JobEndReason.NOT_STARTED, f"{lost} was taken from the job")
         step = pool.next_step(between)
+        if num_spare:
+            guard.ensure_running([*pool.nodes.training, *pool.nodes.spare])
         where = ", ".join(step.nodes)
         _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
         ranks = site.start_ranks(step, run_dir, number, job_exit.claim(number))
@@ -144,12 +146,8 @@ def _make_attempts(
             raise StopWhileWaiting  # it says nothing of the nodes
         return answer
 
-    def meanwhile() -> None:
-        job_exit.poll()
-        guard.watch()
-
     def between() -> None:
-        meanwhile()
+        job_exit.poll()
         if stop.requests:
             raise StopWhileWaiting
 
@@ -160,13 +158,12 @@ def _make_attempts(
             f"{count} attempts in a row brought no checkpoint beyond step "
             f"{latest_step(run_dir.checkpoints)}; remove the cause, then 'launcher resume'"
         )
-    guard = FirstNodeGuard(job, is_needed=num_spare > 0)
     try:
-        with run_dir.locked(HOLDER, is_fenced=True), guard:
+        with run_dir.locked(HOLDER, is_fenced=True), FirstNodeGuard(job) as guard:
             clock, allocated, excludable = site.clock, job_exit.is_allocated, job_exit.excludable
             pool = NodePool(job, num_spare, run_dir, excludable, site.slurm, probe, clock)
             return Supervisor(
-                run_dir, start, policy, stop, count, meanwhile, job.id, allocated, clock
+                run_dir, start, policy, stop, count, job_exit.poll, job.id, allocated, clock
             ).run()
     except StartAgain as again:
         if job_exit.is_allocated():  # else it says nothing of the nodes

@@ -13,7 +13,6 @@ new step of the same number. No option of srun chooses a number, so empty steps 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import subprocess
@@ -38,7 +37,6 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import set_parent_death_signal
 from pretrain.rundir.events import (
-    AttemptEnded,
     Event,
     JobEnded,
     JobEndReason,
@@ -48,15 +46,12 @@ from pretrain.rundir.events import (
     ReplacedBecause,
     TrainingBegan,
 )
-from pretrain.rundir.history import find_events, last_event
+from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 10.0
-_RESTART_SECONDS = 60.0
-# The ranks' own step, a new guard of the first node, and those that probe the nodes, seldom more.
-_STEPS_PER_ATTEMPT = 6
-_MOST_STEPS = 40
+_OLD_STEPS = 24  # of a start: a probe, the ranks and perhaps a guard for each of its attempts
 _EMPTY_STEPS_SECONDS = 60.0  # that all of them may take
 _NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # between two probes
@@ -105,9 +100,9 @@ class NodePool:
         snapshot = Snapshot(run_dir.path)
         self._cluster = load_cluster(snapshot.cluster)
         config = load_config(RunConfig, snapshot.experiment)
-        self._nodes = first_nodes(config, self._cluster.tasks_per_node, job.nodes, num_spare)
+        self.nodes = first_nodes(config, self._cluster.tasks_per_node, job.nodes, num_spare)
         for node in replaced_nodes(run_dir.ledger.read(), job):
-            self._nodes = self._nodes.without(node) or self._nodes
+            self.nodes = self.nodes.without(node) or self.nodes
         self._probe, self._clock = probe, clock
 
     def next_step(self, meanwhile: Callable[[], None]) -> Step:
@@ -144,11 +139,11 @@ class NodePool:
 
     def _replace_unready(self, probe: Probe) -> bool:
         """Use spare nodes for those that are not ready; whether there were any."""
-        before = self._nodes
+        before = self.nodes
         for node, problem in probe.problems.items():
             reasons = (each for words, each in _REASONS.items() if problem.startswith(words))
             self._replace(node, next(reasons, ReplacedBecause.UNREADY))
-        return self._nodes != before
+        return self.nodes != before
 
     def _leave_unready(self, event: NodesUnready, is_again: bool, waited: float) -> None:
         """Raise StartAgain or ConfigError if waiting any longer is in vain."""
@@ -174,25 +169,25 @@ class NodePool:
 
     @property
     def _step(self) -> Step:
-        ranks = len(self._nodes.training) * self._cluster.tasks_per_node
-        return Step(nodes=self._nodes.training, ranks=ranks, cluster=self._cluster)
+        ranks = len(self.nodes.training) * self._cluster.tasks_per_node
+        return Step(nodes=self.nodes.training, ranks=ranks, cluster=self._cluster)
 
     def _replace_failed(self) -> None:
         """Use spare nodes for those that Slurm has taken from the job, or out of service."""
         fields = self._slurm.answered(self._slurm.details, self._job.id)
         left = node_names(fields.get("NodeList", "")) or self._job.nodes
         # First the spare: they are to replace.
-        for node in [*self._nodes.spare, *self._nodes.training]:
+        for node in [*self.nodes.spare, *self.nodes.training]:
             if node not in left:
                 self._replace(node, ReplacedBecause.NODE_FAILED)
-        known = [*self._nodes.spare, *self._nodes.training]
+        known = [*self.nodes.spare, *self.nodes.training]
         states = self._slurm.answered(self._slurm.node_states, known)
         for node in known:  # without a spare one it may come back, or Slurm takes it
             if is_taken_out(states.get(node, "")):
                 self._replace(node, ReplacedBecause.NOT_RESPONDING)
 
     def _replace(self, node: str, reason: ReplacedBecause) -> None:
-        after = self._nodes.without(node)
+        after = self.nodes.without(node)
         if after is None:
             if reason is ReplacedBecause.NODE_FAILED:
                 raise StartAgain(JobEndReason.NODE_FAILED, nodes=[node])
@@ -200,14 +195,14 @@ class NodePool:
                 raise StartAgain(JobEndReason.NODE_EXCLUDED, nodes=[node])
             return
         left = counted(len(after.spare), "spare node")
-        if node in self._nodes.training:
-            spare = self._nodes.spare[0]
+        if node in self.nodes.training:
+            spare = self.nodes.spare[0]
             event = NodeReplaced(job=self._job.id, node=node, spare=spare, reason=reason)
             self._run_dir.ledger.append(event)
             _log.warning("%s; %s left", event.description, left)
-        elif after != self._nodes:
+        elif after != self.nodes:
             _log.warning("spare node %s is left out (%s); %s left", node, reason.value, left)
-        self._nodes = after
+        self.nodes = after
 
 
 def first_nodes(
@@ -245,17 +240,14 @@ def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
 
 
 class FirstNodeGuard:
-    """That process, on the last node; where it ends with its node, on the one before. It ends with
-    the job's start or with the supervisor. A context manager; call `watch` often."""
+    """A process on the last node that requeues the job if its first node is lost. It ends with the
+    job's start or with the supervisor, and begins anew with an attempt. A context manager."""
 
-    def __init__(self, job: ThisJob, is_needed: bool) -> None:
-        self._job, self._is_needed = job, is_needed
-        self._nodes = itertools.cycle(reversed(job.nodes[1:]))
+    def __init__(self, job: ThisJob) -> None:
+        self._job = job
         self._srun: subprocess.Popen[bytes] | None = None
-        self._started = -_RESTART_SECONDS
 
     def __enter__(self) -> FirstNodeGuard:
-        self.watch()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,23 +257,18 @@ class FirstNodeGuard:
             kill_silently(self._srun.pid)
             self._srun.wait()
 
-    def watch(self) -> None:
-        """Start the process if it does not run, which may be because its node was lost."""
-        is_running = self._srun is not None and self._srun.poll() is None
-        is_early = time.monotonic() - self._started < _RESTART_SECONDS
-        if is_running or is_early or not self._is_needed:
+    def ensure_running(self, nodes: Sequence[str]) -> None:
+        """Start the process on the last of these nodes unless it runs."""
+        others = [node for node in nodes if node != self._job.nodes[0]]
+        if not others or (self._srun is not None and self._srun.poll() is None):
             return
-        node = next(self._nodes)
-        if self._srun is not None:
-            _log.warning("the watch over the first node ended; starting it on node %s", node)
-        self._started = time.monotonic()
         guard = own_command("launcher.slurm.lost_nodes", self._job.id, str(self._job.restart))
-        parent = os.getpid()
+        parent, nowhere = os.getpid(), subprocess.DEVNULL
         self._srun = subprocess.Popen(
-            task_command(node, *guard, flags=["--cpus-per-task=1"]),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            task_command(others[-1], *guard, flags=["--cpus-per-task=1"]),
+            stdin=nowhere,
+            stdout=nowhere,
+            stderr=nowhere,
             preexec_fn=lambda: set_parent_death_signal(parent),
         )
 
@@ -289,13 +276,15 @@ class FirstNodeGuard:
 def use_up_old_numbers(
     ledger: Sequence[Event], job: ThisJob, meanwhile: Callable[[], None]
 ) -> None:
-    """Call before the first step of a start of the job; what `meanwhile` raises ends the steps."""
-    count = num_old_steps(ledger, job)
-    if not count:
+    """Run empty steps if a start of the job has lost a node; what `meanwhile` raises ends them.
+
+    Call it before the first step of a start.
+    """
+    if not any(_loses_a_node(event) for event in ledger if getattr(event, "job", "") == job.id):
         return
-    _log.info("a node was lost: %d empty steps, so that no old step's number is used again", count)
+    _log.info("a node was lost: empty steps, so that no old step's number is used again")
     srun, no = task_command(job.nodes[0], "true", flags=["--quiet"]), subprocess.DEVNULL
-    steps = [subprocess.Popen(srun, stdin=no, stdout=no, stderr=no) for _ in range(count)]
+    steps = [subprocess.Popen(srun, stdin=no, stdout=no, stderr=no) for _ in range(_OLD_STEPS)]
     deadline = time.monotonic() + _EMPTY_STEPS_SECONDS
     try:
         while any(step.poll() is None for step in steps) and time.monotonic() < deadline:
@@ -305,20 +294,6 @@ def use_up_old_numbers(
         for step in steps:  # one that fails has used a number, too
             step.kill()
             step.wait()
-
-
-def num_old_steps(ledger: Sequence[Event], job: ThisJob) -> int:
-    """How many steps earlier starts of the job have had at most; 0 if none lost a node."""
-    of_job = [event for event in ledger if getattr(event, "job", None) == job.id]
-    before = list(
-        itertools.takewhile(lambda event: getattr(event, "restart", -1) != job.restart, of_job)
-    )
-    if not any(map(_loses_a_node, before)):
-        return 0
-    # Each start has used up as many numbers as an attempt has, or more, before its first attempt;
-    # its last one may have ended with the supervisor, unrecorded.
-    attempts = 2 * len(find_events(before, JobStarted)) + len(find_events(before, AttemptEnded))
-    return min(_MOST_STEPS, attempts * _STEPS_PER_ATTEMPT)
 
 
 def _loses_a_node(event: Event) -> bool:

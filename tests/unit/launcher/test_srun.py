@@ -348,18 +348,21 @@ SRUN = 'echo "$@" >> "$0.started"; exec sleep 60'
 
 def test_the_guard_of_the_first_node_starts_again_elsewhere_when_it_ends(tmp_path, monkeypatch):
     fake_commands(tmp_path, monkeypatch, srun=SRUN)
-    monkeypatch.setattr("launcher.slurm.lost_nodes._RESTART_SECONDS", 0.0)
     started = tmp_path / "srun.started"
     started.touch()
     job = replace(THIS_JOB, nodes=("n1", "n2", "n3"))
-    with FirstNodeGuard(job, is_needed=True) as guard:
-        for count, node in enumerate(("n3", "n2", "n3"), start=1):
-            until(lambda count=count: len(started.read_text().splitlines()) == count)
-            assert f"--nodelist={node} " in started.read_text().splitlines()[-1]
+    with FirstNodeGuard(job) as guard:
+        for nodes, expected in ((job.nodes, ["n3"]), (("n1", "n2"), ["n3", "n2"])):
+            guard.ensure_running(nodes)
+            guard.ensure_running(job.nodes)
+            until(lambda all=expected: len(started.read_text().splitlines()) == len(all))
+            lines = started.read_text().splitlines()
+            assert all(f"--nodelist={n} " in line for n, line in zip(expected, lines, strict=True))
             assert guard._srun is not None
             guard._srun.kill()
             guard._srun.wait()
-            guard.watch()
+        guard.ensure_running(["n1"])
+    assert len(started.read_text().splitlines()) == 2, "none on the first node itself"
 
 
 def test_empty_steps_are_awaited_and_end_with_what_slurms_news_raise(tmp_path, monkeypatch):
@@ -368,7 +371,7 @@ def test_empty_steps_are_awaited_and_end_with_what_slurms_news_raise(tmp_path, m
     started.touch()
 
     def stale() -> None:
-        if len(started.read_text().splitlines()) == 12:
+        if len(started.read_text().splitlines()) == 24:
             raise StaleAttempt("a newer attempt")
 
     job = replace(THIS_JOB, restart=1)
