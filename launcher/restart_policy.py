@@ -28,6 +28,10 @@ from pretrain.rundir.exit_statuses import (
 )
 from pretrain.rundir.history import find_events
 
+_UNUSABLE_NODES = 3  # in a row, of a run that has never trained: an old driver everywhere
+# How ranks end that failed only because another one never started.
+_BYSTANDERS = {0, EXIT_STOPPED, NEVER_STARTED, -signal.SIGKILL, -signal.SIGTERM}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
@@ -40,7 +44,7 @@ class RestartPolicy:
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that restarts runs."""
+    """Define the options of every command that restarts runs."""
     parser.add_argument(
         "--attempts-without-progress",
         type=int,
@@ -51,7 +55,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def policy_of(arguments: argparse.Namespace) -> RestartPolicy:
-    """The policy that the options ask for; ConfigError if it is impossible."""
+    """Return the policy that the options ask for; ConfigError if it is impossible."""
     check_least(arguments, 1, "attempts_without_progress")
     return RestartPolicy(attempts_without_progress=arguments.attempts_without_progress)
 
@@ -66,20 +70,12 @@ class About(Enum):
 
 
 EVIDENCE = {
-    AttemptReason.FINISHED: About.RUN,
+    **dict.fromkeys(AttemptReason, About.RUN),
     AttemptReason.STOP_REQUESTED: About.REQUEST,
     AttemptReason.SITE_FAILED: About.SITE,
     AttemptReason.NOT_STARTED: About.NODE,
     AttemptReason.NODE_UNUSABLE: About.NODE,
-    AttemptReason.USER_ERROR: About.RUN,
-    AttemptReason.OUT_OF_MEMORY: About.RUN,
-    AttemptReason.HANG: About.RUN,
-    AttemptReason.RANK_FAILED: About.RUN,
-    AttemptReason.UNSAVED: About.RUN,
 }
-_UNUSABLE_NODES = 3  # in a row, of a run that has never trained: an old driver everywhere
-# How ranks end that failed only because another one never started.
-_BYSTANDERS = {0, EXIT_STOPPED, NEVER_STARTED, -signal.SIGKILL, -signal.SIGTERM}
 
 
 class StartAgain(Exception):
@@ -107,8 +103,8 @@ def decide(
     may_wait: bool = True,
     can_requeue: bool = True,
 ) -> tuple[AttemptReason, NextAction, int]:
-    """Why an attempt ended, what follows, and how many attempts in a row brought no newer
-    checkpoint; `before` this one there were so many.
+    """Return why an attempt ended, what follows, and how many attempts in a row, with the `before`
+    ones, brought no newer checkpoint.
 
     `is_complete`: whether a checkpoint holds the last step. Attempts that ran out of memory do not
     count: the micro-batch halves until it is one lane, where the run is refused. `may_wait`: for
@@ -134,8 +130,8 @@ def decide(
 
 
 def are_all_unusable(ledger: Sequence[Event]) -> bool:
-    """Whether a rank's word that its node is unusable ends the run: it has never trained, and the
-    attempts before ended so, too, so that another node would hardly do."""
+    """Return whether a rank's report that its node is unusable ends the run: it has never trained,
+    and the attempts before ended so, too, so that another node would hardly do."""
     ends = find_events(ledger, AttemptEnded)[1 - _UNUSABLE_NODES :]
     has_trained = bool(find_events(ledger, TrainingBegan))
     reasons = [end.reason for end in ends]
@@ -166,8 +162,8 @@ def _reason(
 
 
 def delay_after(reason: AttemptReason, count: int, policy: RestartPolicy) -> float:
-    """Seconds until the next attempt, after `count` in a row that ended so; none after a lack of
-    memory, because the next attempt needs less."""
+    """Return the seconds until the next attempt, after `count` in a row that ended so; 0 after a
+    lack of memory, because the next attempt needs less."""
     if reason is AttemptReason.OUT_OF_MEMORY:
         return 0.0
     is_waiting = EVIDENCE[reason] in (About.SITE, About.NODE)
@@ -176,7 +172,7 @@ def delay_after(reason: AttemptReason, count: int, policy: RestartPolicy) -> flo
 
 
 def unresponsive_rank(statuses: Sequence[int]) -> int | None:
-    """Which rank made an attempt hang: the only one that had to be killed, if there is one. The
-    rank whose watchdog fires first was waiting for it."""
+    """Return which rank made an attempt hang: the only one that had to be killed, if any. The rank
+    whose watchdog fires first was waiting for it."""
     killed = [rank for rank, status in enumerate(statuses) if status == -signal.SIGKILL]
     return killed[0] if len(killed) == 1 else None

@@ -16,7 +16,8 @@ from typing import Any
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
 from foundation.own_programs import own_command
 from launcher.restart_policy import RestartPolicy
-from launcher.run_state import RunState, State, is_run, read_states, submitted_config
+from launcher.run_state import RunState, is_run, read_states, submitted_config
+from launcher.run_status import State
 from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import (
     Job,

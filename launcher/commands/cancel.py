@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from foundation.errors import ConfigError, UserError, os_error_text
 from foundation.records import shown
-from launcher.run_state import RunState, State, read_states
+from launcher.run_state import RunState, read_states
+from launcher.run_status import State
 from launcher.slurm.client import QueuedJob, Slurm
 from pretrain.rundir.events import Canceled
 from pretrain.rundir.lock import Lock

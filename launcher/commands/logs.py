@@ -16,7 +16,8 @@ from foundation.cli import check_least
 from foundation.errors import ConfigError, printable
 from foundation.files import TAIL_BYTES, lines_of, open_appended, read_together
 from launcher.error_lines import error_lines
-from launcher.run_state import State, read_states
+from launcher.run_state import read_states
+from launcher.run_status import State
 from pretrain.rundir.attempt_files import AttemptFiles, list_attempts
 from pretrain.rundir.events import AttemptEnded
 from pretrain.rundir.history import find_events

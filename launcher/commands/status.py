@@ -16,7 +16,8 @@ from foundation.cli import as_overrides
 from foundation.errors import ConfigError, printable
 from foundation.progress import duration
 from foundation.records import json_text
-from launcher.run_state import RunState, State, is_run, read_states
+from launcher.run_state import RunState, is_run, read_states
+from launcher.run_status import State
 from launcher.sweep import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.metric_names import RECENT_SPEED, TRAIN_LOSS

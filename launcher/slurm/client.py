@@ -1,8 +1,8 @@
 """Asks Slurm by its commands; nothing else does, except for the sruns of srun.py.
 
-One reader takes what they print. Output is requested field by field, because the JSON of Slurm's
-commands varies by version, between marks of our own and with a header: sites print banners, wrap
-commands and cut lines. An answer that is not whole is none: Slurm is asked again.
+Output is requested field by field, because the JSON of Slurm's commands varies by version, between
+marks of our own and with a header: sites print banners, wrap commands and cut lines. Where an
+answer is not whole, Slurm is asked again.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class QueuedJob:
     reason: str  # why it waits or ended, as Slurm reports it
     nodes: str  # n[1-2]
     start: str  # when it started, or is expected to
-    work_dir: str  # tells the jobs of runs apart: nobody renames it, and no other run has it
+    work_dir: str  # tells the jobs of runs apart: it is never renamed, and no other run has it
 
     @property
     def address(self) -> str:
@@ -133,13 +133,13 @@ class Partition:
 
 
 class Slurm:
-    """The answers of Slurm. `run` runs a command of it for at most so many seconds."""
+    """The answers of Slurm. `run` runs a command of it within a number of seconds."""
 
     def __init__(self, run: Runner | None = None, clock: Clock = CLOCK) -> None:
         self._runner, self._clock = run or run_command, clock
 
     def retry_unreachable(self, ask: Callable[[], T], timeout: float = 300.0) -> T:
-        """What `ask` returns, asked again for `timeout` seconds until the controller responds."""
+        """Return what `ask` does, asked for `timeout` seconds until the controller responds."""
         deadline = self._clock.now() + timeout
         while True:
             try:
@@ -151,16 +151,13 @@ class Slurm:
                 self._wait_for_controller(deadline)
 
     def answered(self, ask: Callable[P, T], *what: P.args, **how: P.kwargs) -> T:
-        """What Slurm answers, without a timeout: Slurm ends the job's processes when it is time."""
+        """Return what Slurm answers, without a timeout: Slurm ends the job's processes in time."""
         return self.retry_unreachable(lambda: ask(*what, **how), timeout=math.inf)
 
     def submit(self, script: Path, work_dir: str) -> tuple[str, str]:
-        """Submit a batch script whose job works in `work_dir`; the job's id, and where it works by
-        Slurm's word.
-
-        Idempotent: if Slurm's answer was lost, the job may exist, so every try first looks for a
-        live job there.
-        """
+        """Submit a batch script whose job works in `work_dir`; return its id, and where it works by
+        Slurm's word. If Slurm's answer was lost, the job may exist, so every try first looks for a
+        live job there."""
 
         def find_or_submit() -> tuple[str, str]:
             if live := self.live_jobs(work_dir):
@@ -176,8 +173,8 @@ class Slurm:
         return self.retry_unreachable(find_or_submit)
 
     def _read_back(self, printed: Sequence[str], work_dir: str) -> tuple[str, str]:
-        """The job that sbatch has submitted: a wrapper may have printed other numbers, and the site
-        may have moved the job to another directory."""
+        """Return the job that sbatch has submitted: a wrapper may have printed other numbers, and
+        the site may have moved the job to another directory."""
         mine = self._jobs_of_this_user()
         own = [job for job in mine if job.work_dir == work_dir]
         own = own or [job for job in mine if job.array_id in printed]
@@ -188,7 +185,7 @@ class Slurm:
         return printed[-1], work_dir
 
     def live_jobs(self, *work_dirs: str) -> list[QueuedJob]:
-        """This user's live jobs that work in these directories, oldest first; tasks one by one."""
+        """Return this user's live jobs that work in these directories, oldest first, also tasks."""
         mine = self._jobs_of_this_user()
         return [job for job in mine if job.is_live and job.work_dir in work_dirs]
 
@@ -196,21 +193,19 @@ class Slurm:
         return self._squeue("--user", str(os.geteuid()))
 
     def jobs(self, ids: Sequence[str]) -> list[QueuedJob]:
-        """What squeue reports about these jobs; one that is missing ended minutes ago, or never
-        existed."""
+        """Return what squeue reports about these jobs; one that is missing ended minutes ago, or
+        never existed."""
         ids = _job_numbers(ids)
         return self._squeue("-j", ",".join(ids)) if ids else []
 
     def steps(self, job: int) -> list[str]:
-        """The steps of a job that srun started and that still run: 17.0."""
+        """Return the steps of a job that srun started and that still run: 17.0."""
         listed = [step for (step,) in self._records(["squeue", "-s", "-j", str(job)], ["%i"])]
         return [step for step in listed if step.rpartition(".")[2].isdecimal()]
 
     def details(self, job: str) -> dict[str, str]:
-        """The fields of `scontrol show job`, such as JobState, Reason, NodeList.
-
-        Empty for a job unknown to Slurm, and for no other reason.
-        """
+        """Return the fields of `scontrol show job`, such as JobState, Reason, NodeList; none only
+        for a job unknown to Slurm."""
         result = self._run(["scontrol", "show", "job", job])
         if result.returncode and "invalid job id" in result.stderr.lower():
             return {}
@@ -221,10 +216,8 @@ class Slurm:
         return fields
 
     def records(self, ids: Sequence[str]) -> list[JobRecord]:
-        """Accounting's records of these jobs, oldest first.
-
-        None without accounting, or in a job's first second; a warning if it does not respond.
-        """
+        """Return accounting's records of these jobs, oldest first; none without accounting, or in a
+        job's first second, with a warning if it does not respond."""
         ids = _job_numbers(ids)
         if not ids:
             return []
@@ -244,7 +237,7 @@ class Slurm:
         return [JobRecord(address, state, work_dir) for address, state, work_dir, _ in whole]
 
     def partitions(self) -> list[Partition]:
-        """The partitions of the cluster; none, with a note, where Slurm keeps them private."""
+        """Return the cluster's partitions; none, with a note, where Slurm keeps them private."""
         partitions: dict[str, Partition] = {}
         try:  # one record for each kind of node
             records = self._records(["sinfo"], ["%P", "%D", "%c", "%G", "%l"])
@@ -254,7 +247,7 @@ class Slurm:
         for label, *numbers, resources, limit in records:
             name = label.rstrip("*")
             known = partitions.get(name)
-            nodes, cpus = (_number(each.rstrip("+")) for each in numbers)
+            nodes, cpus = (_number(number.rstrip("+")) for number in numbers)
             gpus = sum(map(int, re.findall(r"gpu(?::[^:(,]+)?:(\d+)", resources)))
             partitions[name] = Partition(
                 name=name,
@@ -267,7 +260,7 @@ class Slurm:
         return list(partitions.values())
 
     def node_states(self, names: Sequence[str], field: str = "%T") -> dict[str, str]:
-        """The states of nodes as sinfo calls them (`idle`, `mixed*`), or another field."""
+        """Return the states of nodes as sinfo calls them (`idle`, `mixed*`), or another field."""
         try:
             listed = self._records(["sinfo", "-N", "-n", ",".join(names)], ["%N", field])
         except _Denied:  # it is advice
@@ -323,7 +316,7 @@ class Slurm:
         return jobs
 
     def _records(self, command: Sequence[str], fields: Sequence[str]) -> list[list[str]]:
-        """The records that squeue or sinfo lists, without their header."""
+        """Return the records that squeue or sinfo lists, without their header."""
         form = _START + "|".join(fields) + _END
         return records_in(self._checked([*command, "-o", form]), len(fields))[1:]
 
@@ -349,7 +342,7 @@ class Slurm:
     def _run(
         self, command: Sequence[str], seconds: float = _COMMAND_SECONDS
     ) -> subprocess.CompletedProcess[str]:
-        """The finished command; SlurmUnreachable if the controller did not respond."""
+        """Return the finished command; SlurmUnreachable if the controller did not respond."""
         try:
             result = self._runner(command, seconds)
         except FileNotFoundError:
@@ -367,7 +360,7 @@ class Slurm:
 
 
 def run_command(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm, whatever bytes it prints."""
+    """Run a command of Slurm, whatever bytes it prints, and return how it ended."""
     return subprocess.run(
         command,
         env=_environment(),
@@ -380,10 +373,8 @@ def run_command(command: Sequence[str], seconds: float) -> subprocess.CompletedP
 
 
 def records_in(printed: str, num_fields: int) -> list[list[str]]:
-    """The records between our marks, the header first; all other lines are somebody else's.
-
-    BrokenAnswer without a header, or if a record is cut or has other fields.
-    """
+    """Return the records between our marks, the header first; BrokenAnswer without one, or if a
+    record is cut or has other fields."""
     records = [record.split("|", num_fields - 1) for record in _RECORD.findall(printed)]
     num_begun = sum(line.startswith(_START) for line in printed.splitlines())
     whole = [record for record in records if len(record) == num_fields]
@@ -393,7 +384,7 @@ def records_in(printed: str, num_fields: int) -> list[list[str]]:
 
 
 def fields_of_job(printed: str) -> dict[str, str]:
-    """The fields of the first job that `scontrol show job` prints; none if that is cut."""
+    """Return the fields of the first job that `scontrol show job` prints; none if they are cut."""
     _, begin, rest = printed.partition("JobId=")
     record = (begin + rest).partition("\n\nJobId=")[0]  # texts of users may have empty lines
     work_dir = re.search(r"^ *WorkDir=(.*)$", record, re.MULTILINE)
@@ -402,14 +393,11 @@ def fields_of_job(printed: str) -> dict[str, str]:
     if work_dir:
         first["WorkDir"] = work_dir[1]
     is_whole = first.keys() >= _NEEDED and first["Restarts"].isdecimal()
-    return {key: each for key, each in first.items() if each != "(null)"} if is_whole else {}
+    return {key: text for key, text in first.items() if text != "(null)"} if is_whole else {}
 
 
 def own_job() -> str:
-    """The address of the surrounding job.
-
-    For tasks SLURM_JOB_ID will not do: one of them has the id of the array.
-    """
+    """Return the address of the surrounding job: one task has the array's SLURM_JOB_ID."""
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError("'launcher batch' is for batch scripts; use 'launcher submit'")
     if "SLURM_ARRAY_TASK_ID" in os.environ:
@@ -418,7 +406,7 @@ def own_job() -> str:
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start an srun that gets its own nodes; its output and that of its tasks goes to stderr."""
+    """Start an srun that gets its own nodes; what it and its tasks print goes to stderr."""
     try:
         return subprocess.Popen(
             command,
@@ -432,7 +420,7 @@ def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def node_names(node_list: str) -> list[str]:
-    """`n[1-2],m03` -> n1, n2, m03; none of an empty list."""
+    """Return n1, n2, m03 for `n[1-2],m03`."""
     if node_list and not re.fullmatch(rf"{_NODES}(,{_NODES})*", node_list):
         raise SlurmUnreachable(f"Slurm did not answer; found the nodes {node_list!r}")
     return [name for part in re.findall(_NODES, node_list) for name in _expanded(part)]
@@ -444,8 +432,8 @@ def _expanded(part: str) -> list[str]:
         return [part]
     ranges, _, after = rest.partition("]")
     names = []
-    for each in ranges.split(","):
-        first, _, last = each.partition("-")
+    for span in ranges.split(","):
+        first, _, last = span.partition("-")
         numbers = range(int(first), int(last or first) + 1)
         names += [f"{before}{number:0{len(first)}d}" for number in numbers]
     return [name + tail for name in names for tail in _expanded(after)] if after else names
@@ -460,7 +448,7 @@ class _UnknownJob(UserError):
 
 
 def _job_numbers(ids: Sequence[str]) -> list[str]:
-    """Those that Slurm can have given: ledgers may be written by others."""
+    """Return the ids that Slurm can have given: others may write ledgers."""
     return [number for number in ids if _JOB_NUMBER.fullmatch(number)]
 
 
@@ -471,7 +459,7 @@ def _number(text: str) -> int:
 
 
 def _shown(printed: str) -> str:
-    """What was printed instead of an answer, for one line."""
+    """Return what was printed instead of an answer, for one line."""
     return repr(_one_line(printed)[:80]) if printed.strip() else "nothing"
 
 

@@ -50,7 +50,7 @@ _REASONS = {
     "TIME LIMIT": JobEndReason.TIME_LIMIT,
 }
 _COUNTED = (JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)  # without progress
-_EXCLUDED = (JobEndReason.NODE_EXCLUDED, JobEndReason.NOT_STARTED)  # of nodes that are left
+_EXCLUDED = (JobEndReason.NODE_EXCLUDED, JobEndReason.NOT_STARTED)  # the job leaves nodes
 _RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING")
 # srun may name the node after slurmstepd has said that one failed; Slurm kills seconds later.
 NODE_NAME_SECONDS = 1.0
@@ -82,8 +82,8 @@ class ThisJob:
 class JobEnding:
     """Why a start of a job ends.
 
-    `requeue`: the supervisor has to requeue it, for nobody else does. `is_final`: it would have to,
-    but the job may not be requeued.
+    `requeue`: the supervisor has to requeue it. `is_final`: it would have to, but the job may not
+    be requeued.
     """
 
     reason: JobEndReason
@@ -94,8 +94,8 @@ class JobEnding:
 
 
 def is_of_start(job: Mapping[str, str], restart: int, began: str = "") -> bool:
-    """Whether the fields of `scontrol show job` describe the start number `restart` of a job, which
-    began at this time, where that is known.
+    """Return whether the fields of `scontrol show job` describe the start number `restart` of a
+    job, which began at this time, where that is known.
 
     Else Slurm has requeued the job, or its controller has lost the last seconds before it was
     killed: then the job waits to start with the same number again, has done so, or is unknown.
@@ -105,7 +105,7 @@ def is_of_start(job: Mapping[str, str], restart: int, began: str = "") -> bool:
 
 
 def is_allocated(job: Mapping[str, str], restart: int, began: str = "") -> bool:
-    """Whether this start of the job has its nodes, and Slurm has not announced to take them."""
+    """Return whether this start of the job has its nodes, and Slurm is not about to take them."""
     runs = job.get("JobState") in _RUNNING and not _is_preempted(job)
     return runs and is_of_start(job, restart, began)
 
@@ -113,7 +113,7 @@ def is_allocated(job: Mapping[str, str], restart: int, began: str = "") -> bool:
 def ending_of(
     job: Mapping[str, str], restart: int, log: str, was_warned: bool = False, began: str = ""
 ) -> JobEnding:
-    """Why the job's start number `restart`, which has to stop, ends.
+    """Return why the job's start number `restart`, which has to stop, ends.
 
     `job` has the fields of `scontrol show job`, `log` what Slurm wrote into the job's log.
     `was_warned`: the signal ahead of the time limit has come.
@@ -138,7 +138,7 @@ def ending_of(
 
 
 def _reason(job: Mapping[str, str], log: str, was_warned: bool) -> tuple[JobEndReason, bool]:
-    """Why Slurm or a person ends the job, and whether at once."""
+    """Return why Slurm or a person ends the job, and whether at once."""
     is_ending = job.get("JobState") not in _RUNNING
     # It may have been canceled in the grace time of a preemption.
     was_canceled = is_ending and _NOTICE.findall(log)[-1:] == [""]
@@ -158,12 +158,12 @@ def _is_preempted(job: Mapping[str, str]) -> bool:
 def _announced(log: str) -> JobEndReason:
     notices = _NOTICE.findall(log)
     last = notices[-1] if notices else ""
-    found = (reason for prefix, reason in _REASONS.items() if last.startswith(prefix))
-    return next(found, JobEndReason.ENDED_BY_SLURM)
+    reasons = (reason for prefix, reason in _REASONS.items() if last.startswith(prefix))
+    return next(reasons, JobEndReason.ENDED_BY_SLURM)
 
 
 def excluded_nodes(ledger: Sequence[Event], job: str) -> list[str]:
-    """The nodes that this job was requeued without."""
+    """Return the nodes that this job was requeued without."""
     ends = [end for end in find_events(ledger, JobEnded) if end.job == job and end.node]
     return [node for end in ends if end.reason in _EXCLUDED for node in node_names(end.node or "")]
 
@@ -216,8 +216,8 @@ class JobExit:
                 self._fence.check()
 
     def is_allocated(self) -> bool:
-        """Whether an attempt may start, and one that failed counts: without its nodes, and in the
-        grace time of a preemption, none can succeed."""
+        """Return whether an attempt may start, and one that failed counts: without its nodes, and
+        in the grace time of a preemption, none can succeed."""
         fields = self._fields()
         answer = is_allocated(fields, self._job.restart, self.began)
         if answer:
@@ -236,7 +236,7 @@ class JobExit:
                 self._end(ending)
 
     def finish(self, status: int) -> None:
-        """The last attempt ended, and the supervisor with exit status `status`."""
+        """End this start after its last attempt; `status` is the supervisor's exit status."""
         if self._is_written:
             return
         if status == EXIT_STOPPED:
@@ -246,14 +246,14 @@ class JobExit:
             self._end(JobEnding(reason, requeue=False))
 
     def complete(self, ended: JobEnded) -> int:
-        """Do what a killed supervisor of this start left of the end it wrote; the exit status."""
+        """Requeue if a killed supervisor of this start wrote so; return the exit status."""
         self._is_written = True
         if ended.requeued:
             self._requeue(ended)
         return 0 if ended.reason is JobEndReason.FINISHED else EXIT_STOPPED
 
     def give_up(self, message: str) -> None:
-        """The run cannot continue in this job."""
+        """End this start, and the job: the run cannot continue in it."""
         if not self._is_written:
             self._end(JobEnding(JobEndReason.ERROR, requeue=False), message)
 
@@ -264,7 +264,7 @@ class JobExit:
             self._end(JobEnding(again.reason, requeue=True, node=node), again.message)
 
     def fail(self, error: Exception) -> int:
-        """Requeue the job after an error of the supervisor; the exit status."""
+        """Requeue the job after an error of the supervisor; return the exit status."""
         if self._is_written:
             return EXIT_STOPPED
         with contextlib.suppress(Exception):  # the error may be one of asking
@@ -277,11 +277,11 @@ class JobExit:
         return EXIT_STOPPED if event.requeued or event.is_final else EXIT_USER_ERROR
 
     def excludable(self, nodes: Sequence[str]) -> list[str]:
-        """Those of the nodes that the job can run without: not requested by name, and the partition
-        has enough others."""
+        """Return which of the nodes the job can run without: not requested by name, and the
+        partition has enough others."""
         fields = self._fields()
         partitions = self._slurm.answered(self._slurm.partitions)
-        sizes = {each.name: each.num_nodes for each in partitions}
+        sizes = {partition.name: partition.num_nodes for partition in partitions}
         left_out = {
             *excluded_nodes(self._run_dir.ledger.read(), self._job.id),
             *node_names(fields.get("ExcNodeList", "")),
@@ -291,7 +291,7 @@ class JobExit:
         return [node for node in nodes if node not in named][: max(0, most)]
 
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that the job has now, which somebody may have taken from it."""
+        """Return the nodes that the job has now: some may have been taken from it."""
         return tuple(node_names(self._fields().get("NodeList", ""))) or self._job.nodes
 
     def _fields(self) -> dict[str, str]:
@@ -344,7 +344,7 @@ class JobExit:
         return self._requeue(event) if event.requeued else event
 
     def _recorded(self, event: JobEnded) -> JobEnded:
-        """The end as it is in the ledger, if that can be written."""
+        """Return the end as it is in the ledger, if that can be written."""
         for is_last in (False, True):
             try:
                 event = self._weighed(replace(event, step=latest_step(self._run_dir.checkpoints)))
@@ -358,7 +358,7 @@ class JobExit:
         return event
 
     def _weighed(self, event: JobEnded) -> JobEnded:
-        """The end without its requeue if the last starts lost more time than they gained."""
+        """Return the end, without its requeue if the last starts brought no progress."""
         now = time.time()
         events, _ = in_order([*self._run_dir.ledger.read(), replace(event, time=now)], now)
         refusal = refusal_of_futile_starts(
@@ -376,7 +376,7 @@ class JobExit:
         return event
 
     def _shortened_from(self) -> str:
-        """The time limit of the cluster file, if this job's is shorter; empty if not."""
+        """Return the time limit of the cluster file if this job's is shorter, or ''."""
         try:
             usual = load_cluster(Snapshot(self._run_dir.path).cluster).time_limit
             return usual if seconds_of(self._time_limit) < seconds_of(usual) else ""
@@ -408,7 +408,7 @@ class JobExit:
 
 
 def _said_by_slurm(logs: Path, job_log: Path) -> str:
-    """The ends of the last attempt's and the job's log; empty while storage is away."""
+    """Return the ends of the last attempt's and the job's log; '' while storage is away."""
     with contextlib.suppress(OSError):
         srun_logs = [attempt.srun_log for attempt in list_attempts(logs)[-1:]]
         return "".join(map(end_of, [*srun_logs, job_log]))

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher batch`."""
+    """Define the command line of `launcher batch`."""
     parser.add_argument("run_dir", type=Path, help="run directory")
     add_policy_arguments(parser)
     parser.add_argument(
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, site: Site | None = None) -> int:
         try:
             return _train(arguments, job, stop, policy, job_exit, site)
         except (StaleAttempt, ForeignRun, RunInUse):
-            raise  # the ledger belongs to somebody else
+            raise  # the ledger belongs to another one
         except ConfigError as error:  # another attempt would fail the same way
             job_exit.give_up(str(error))
             raise
@@ -87,7 +87,7 @@ def _train(
     job_exit: JobExit,
     site: Site,
 ) -> int:
-    """Train as long as this start of the job does, and record its end; the exit status."""
+    """Train as long as this start of the job lasts, and record its end; return the exit status."""
     refuse_foreign_run(arguments.run_dir)  # also a cell's, which others than its array may have
     # Storage may be away when the job starts, and with it the setting that says for how long.
     usual = stop.patience(CheckpointConfig().storage_patience_seconds, job_exit.poll, site.clock)
@@ -121,7 +121,7 @@ def _make_attempts(
     num_spare: int,
     site: Site,
 ) -> int:
-    """Make attempts in this start of the job; the exit status."""
+    """Make attempts in this start of the job; return the exit status."""
     ranks: SlurmRanks | None = None  # of the last attempt
     step: Step | None = None
 
@@ -152,7 +152,7 @@ def _make_attempts(
             raise StopWhileWaiting
 
     count = attempts_without_progress(run_dir.ledger.read(), job.id)
-    # Where attempts were lost together with their supervisors, nobody decided what follows.
+    # Attempts that were lost together with their supervisors were not decided about.
     if count >= policy.attempts_without_progress:
         raise ConfigError(
             f"{count} attempts in a row brought no checkpoint beyond step "
@@ -240,23 +240,21 @@ def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm, began: str) -> None:
 
 
 def end_of_start(ledger: Sequence[Event], job: ThisJob) -> JobEnded | None:
-    """How this very start of the job ended, if a supervisor wrote that before it was killed.
-
-    One that the controller forgot was another start, which may have had the same number.
-    """
+    """Return how this very start of the job ended, if a supervisor wrote that before it was killed.
+    One that the controller forgot was another start, which may have had the same number."""
     last = last_event([end for end in find_events(ledger, JobEnded) if end.job == job.id], JobEnded)
     is_own = last and last.restart == job.restart and last.reason is not JobEndReason.FORGOTTEN
     return last if is_own else None
 
 
 def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:
-    """The last start of this job, if nothing was written about its end."""
+    """Return the last start of this job, if nothing was written about its end."""
     last = last_event([e for e in ledger if getattr(e, "job", "") == job], JobStarted, JobEnded)
     return last if isinstance(last, JobStarted) else None
 
 
 def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
-    """Other jobs that started before this one and have no recorded end, latest first."""
+    """Return other jobs that started before this one and have no recorded end, latest first."""
     open_jobs: dict[str, None] = {}
     for event in ledger:
         if isinstance(event, JobStarted):

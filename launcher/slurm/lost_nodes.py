@@ -1,15 +1,5 @@
-"""Which nodes of a job train, and what is done about those it loses: spare ones replace them, a
-guard requeues the job if its first node is lost, and empty steps keep the steps of a start apart
-from those before it.
-
-A job with spare nodes outlives its nodes (`--no-kill`), also the one with its batch script and
-supervisor: Slurm 22.05 then lets it hold the others until its time limit, with nothing running. So
-a small process on another node of the job asks Slurm, and requeues the job.
-
-A requeued job counts its steps from 0 again. If a node was lost, Slurm may still have a signal for
-it that ends an old step; it delivers it up to a minute after the node is back, and then ends the
-new step of the same number. No option of srun chooses a number, so empty steps use up the old ones.
-"""
+"""Which nodes of a job train, and what follows where it loses some: spare ones replace them, a
+guard requeues the job if its first node is lost, empty steps keep old signals from new steps."""
 
 from __future__ import annotations
 
@@ -70,19 +60,19 @@ class JobNodes:
     spare: tuple[str, ...] = ()
 
     def without(self, node: str) -> JobNodes | None:
-        """The nodes without this one: the first spare one takes its place; None if none is left."""
+        """Return the nodes without this one, with a spare one in its place; None without any."""
         if node not in self.training:
-            return JobNodes(self.training, tuple(each for each in self.spare if each != node))
+            return JobNodes(self.training, tuple(name for name in self.spare if name != node))
         if not self.spare:
             return None
         first, *others = self.spare
-        training = tuple(first if each == node else each for each in self.training)
+        training = tuple(first if name == node else name for name in self.training)
         return JobNodes(training, tuple(others))
 
 
 class NodePool:
-    """The nodes of this start of the job: which train, and which spare ones replace those that
-    fail. `excludable`: those of some nodes that the job could start without."""
+    """The nodes of this start of the job: which train, and which spare ones replace others.
+    `excludable` picks the nodes that the job could start without."""
 
     def __init__(
         self,
@@ -106,11 +96,9 @@ class NodePool:
         self._probe, self._clock = probe, clock
 
     def next_step(self, meanwhile: Callable[[], None]) -> Step:
-        """The step of the next attempt, on nodes that can run ranks now; others are waited for.
-
-        `meanwhile` is called often. StartAgain if the job lacks a node for longer than the run's
-        patience; ConfigError if no other job would have what is missing.
-        """
+        """Return the step of the next attempt, on nodes that can run ranks now: waits for others,
+        and calls `meanwhile` often. StartAgain if the job lacks a node for longer than the run's
+        patience; ConfigError if no other job would have what is missing."""
         if self._outlives_nodes:
             self._replace_failed()
         ledger, node_of = self._run_dir.ledger.read(), self._step.node_of
@@ -138,10 +126,10 @@ class NodePool:
         return self._step
 
     def _replace_unready(self, probe: Probe) -> bool:
-        """Use spare nodes for those that are not ready; whether there were any."""
+        """Use spare nodes for nodes that are not ready; return whether there were any."""
         before = self.nodes
         for node, problem in probe.problems.items():
-            reasons = (each for words, each in _REASONS.items() if problem.startswith(words))
+            reasons = (reason for words, reason in _REASONS.items() if problem.startswith(words))
             self._replace(node, next(reasons, ReplacedBecause.UNREADY))
         return self.nodes != before
 
@@ -173,7 +161,7 @@ class NodePool:
         return Step(nodes=self.nodes.training, ranks=ranks, cluster=self._cluster)
 
     def _replace_failed(self) -> None:
-        """Use spare nodes for those that Slurm has taken from the job, or out of service."""
+        """Use spare nodes for nodes that Slurm has taken from the job, or out of service."""
         fields = self._slurm.answered(self._slurm.details, self._job.id)
         left = node_names(fields.get("NodeList", "")) or self._job.nodes
         # First the spare: they are to replace.
@@ -201,14 +189,14 @@ class NodePool:
             self._run_dir.ledger.append(event)
             _log.warning("%s; %s left", event.description, left)
         elif after != self.nodes:
-            _log.warning("spare node %s is left out (%s); %s left", node, reason.value, left)
+            _log.warning("spare node %s is not used (%s); %s left", node, reason.value, left)
         self.nodes = after
 
 
 def first_nodes(
     config: RunConfig, ranks_per_node: int, names: tuple[str, ...], num_spare: int
 ) -> JobNodes:
-    """The nodes that train at first: as many as share the lanes evenly, but for the spare ones."""
+    """Return the nodes at first: those that train share the lanes evenly, the others are spare."""
     most = len(names) - num_spare
     count = usable_nodes(config, ranks_per_node, most)
     if not count:
@@ -222,13 +210,13 @@ def first_nodes(
 
 
 def is_taken_out(state: str) -> bool:
-    """Whether Slurm or an administrator has taken a node in this state out of service."""
+    """Return whether Slurm or an administrator has taken a node in this state out of service."""
     return state.lower().startswith(("down", "drain", "fail"))
 
 
 def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
-    """The nodes that spare ones replaced in this start of the job, in order, perhaps under a
-    supervisor that was killed."""
+    """Return the nodes that spare ones replaced in this start of the job, in order, perhaps under
+    a supervisor that was killed."""
     nodes: list[str] = []
     restart = None
     for event in ledger:
@@ -241,7 +229,11 @@ def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
 
 class FirstNodeGuard:
     """A process on the last node that requeues the job if its first node is lost. It ends with the
-    job's start or with the supervisor, and begins anew with an attempt. A context manager."""
+    job's start or with the supervisor, and begins anew with an attempt. A context manager.
+
+    A job with spare nodes outlives its nodes (`--no-kill`), also the one with its batch script:
+    Slurm 22.05 then lets it hold the others until its time limit, with nothing running.
+    """
 
     def __init__(self, job: ThisJob) -> None:
         self._job = job
@@ -276,9 +268,12 @@ class FirstNodeGuard:
 def use_up_old_numbers(
     ledger: Sequence[Event], job: ThisJob, meanwhile: Callable[[], None]
 ) -> None:
-    """Run empty steps if a start of the job has lost a node; what `meanwhile` raises ends them.
+    """Run empty steps before the first one of a start if the job has lost a node before; what
+    `meanwhile` raises ends them.
 
-    Call it before the first step of a start.
+    A requeued job counts its steps from 0 again. Up to a minute after a lost node is back, Slurm
+    may deliver a signal that ends an old step, and so the new step of the same number. No option of
+    srun chooses a number.
     """
     if not any(_loses_a_node(event) for event in ledger if getattr(event, "job", "") == job.id):
         return

@@ -59,11 +59,11 @@ class Job:
 
 
 def quote(value: object) -> str:
-    """The text that bash and `#SBATCH` lines read as this value: its only way into a script.
+    """Return the text that bash and `#SBATCH` lines read as this value: its only way into a script.
 
-    In double quotes both take a backslash away from the
-    character behind it; shlex.quote's single quotes do not keep backslashes in `#SBATCH` lines.
-    ConfigError for control characters: a line break would start a line of its own.
+    In double quotes both take a backslash away from the character behind it; shlex.quote's single
+    quotes do not keep backslashes in `#SBATCH` lines. ConfigError for control characters: a line
+    break would start a line of its own.
     """
     text = str(value)
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -84,7 +84,7 @@ def quote(value: object) -> str:
 
 
 def option_flags(options: Mapping[str, object], text: Callable[[object], str] = str) -> list[str]:
-    """`--name=value` for each option; an option without a value is a flag, `--name`."""
+    """Return `--name=value` for each option; an option without a value is a flag, `--name`."""
     return [
         f"--{name}" if value in (None, "") else f"--{name}={text(value)}"
         for name, value in options.items()
@@ -92,7 +92,7 @@ def option_flags(options: Mapping[str, object], text: Callable[[object], str] = 
 
 
 def environment_lines(cluster: ClusterConfig) -> list[str]:
-    """Shell lines that set the ranks' environment variables."""
+    """Return shell lines that set the ranks' environment variables."""
     lines = []
     for name, value in cluster.environment.items():
         if wanted := referenced_variable(value):
@@ -104,7 +104,7 @@ def environment_lines(cluster: ClusterConfig) -> list[str]:
 
 
 def render(job: Job) -> str:
-    """The script. The job writes its log, and everything else, into the run directory."""
+    """Return the script. The job writes its log, and everything else, into the run directory."""
     head = (
         "# Written by 'launcher submit'. By hand: sbatch THIS_FILE; "
         "the run resumes from its latest checkpoint."
@@ -114,7 +114,7 @@ def render(job: Job) -> str:
 
 
 def is_script_of(script: str, run_dir: Path) -> bool:
-    """Whether `render` made the script for this directory: one that was moved has another's."""
+    """Return whether `render` made the script for this directory: a moved one has another's."""
     output = quote(_log_pattern(run_dir, "slurm-%j.log"))
     return f"#SBATCH --output={output}" in script.splitlines()
 
@@ -122,8 +122,8 @@ def is_script_of(script: str, run_dir: Path) -> bool:
 def render_array(
     job: Job, runs: Sequence[Path], at_a_time: int | None, after: str | None = None
 ) -> str:
-    """The script of an array job whose task i runs the run directory runs[i], which gets a link to
-    the task's log in `job.run_dir`. The array starts when the job `after` has ended."""
+    """Return the script of an array job whose task i runs the run directory runs[i], which gets a
+    link to the task's log in `job.run_dir`. The array starts when the job `after` has ended."""
     limit, logs = f"%{at_a_time}" if at_a_time else "", job.run_dir / "logs"
     options = {
         "array": f"0-{len(runs) - 1}{limit}",
@@ -144,7 +144,7 @@ def render_array(
 
 
 def _log_pattern(run_dir: Path, name: str) -> str:
-    """The path of a log whose name has Slurm's %j and the like, and whose directory has none."""
+    """Return the path of a log: its name has Slurm's %j and the like, its directory has none."""
     if "\\" in str(run_dir):
         raise ConfigError(
             f"found a backslash in {run_dir}, which Slurm does not keep in a log's path; "
@@ -202,8 +202,8 @@ def _script(
 
 
 def _resources_of_a_node(job: Job) -> dict[str, object]:
-    """Tasks and CPUs; for a range of nodes only CPUs: a requeued job keeps the task number of its
-    first start, and with it the number of nodes, but every start is to take what is free."""
+    """Return tasks and CPUs; for a range of nodes only CPUs: a requeued job keeps the task number
+    of its first start, and so the number of nodes, but every start is to take what is free."""
     ranks, cpus = job.cluster.tasks_per_node, job.cluster.cpus_per_rank
     if job.nodes.least == job.nodes.most:
         return {"ntasks-per-node": ranks, "cpus-per-task": cpus}
@@ -254,8 +254,8 @@ class Snapshot:
 
 @contextlib.contextmanager
 def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
-    """The snapshot to take in the block. If Slurm refuses the job, all is as it was before; after
-    any other failure the new snapshot stays: the job may exist, although its id was lost.
+    """Yield the snapshot to take in the block. If Slurm refuses the job, all is as it was before;
+    after any other failure the new snapshot stays: the job may exist, although its id was lost.
 
     ConfigError if others can write the run directory, and so exchange what the job executes.
     """
@@ -282,7 +282,7 @@ def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
 
 
 def own_work_dirs(path: Path, ledger: Sequence[Event]) -> list[str]:
-    """Where jobs of this run work; a script submitted by hand is in no ledger."""
+    """Return where jobs of this run work; a script submitted by hand is in no ledger."""
     return [str(Snapshot(path.resolve()).code), *work_dirs(ledger)]
 
 
@@ -291,7 +291,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _git(*command: str) -> str:
-    """The output of git for the source; empty if it is not a work tree, as after installation."""
+    """Return git's output for the source; '' if it is not a work tree, as after installation."""
     try:
         result = subprocess.run(
             ["git", "-C", str(_SOURCE), *command], capture_output=True, text=True
@@ -343,8 +343,8 @@ def check_run(
 def check_request(
     cluster: ClusterConfig, nodes: NodeRange, partitions: Sequence[Partition]
 ) -> None:
-    """Raise ConfigError if a partition is unknown, none of those named can ever run the job, or a
-    variable that the job takes from here is not set. Where none is known, sbatch decides."""
+    """Raise ConfigError if a partition is unknown, no named one can ever run the job, or a variable
+    that the job takes from here is not set. Where no partition is known, sbatch decides."""
     check_references(cluster)
     if not partitions:
         return
@@ -355,7 +355,7 @@ def check_request(
             f"partition {unknown[0]!r} is unknown here; this cluster has {', '.join(names)}"
         )
     # sbatch may have a default that sinfo does not show
-    chosen = [names[name] for name in wanted] or [each for each in partitions if each.is_default]
+    chosen = [names[name] for name in wanted] or [one for one in partitions if one.is_default]
     problems = [_never_fits(cluster, nodes, partition) for partition in chosen]
     if problems and all(problems):
         raise ConfigError(problems[0])
@@ -372,15 +372,16 @@ def check_references(cluster: ClusterConfig) -> None:
 
 
 def _never_fits(cluster: ClusterConfig, nodes: NodeRange, partition: Partition) -> str:
-    """Why the partition can never run the job; empty if it can."""
+    """Return why the partition can never run the job; '' if it can."""
     wanted = {
         "nodes": (nodes.least_of_job, partition.num_nodes),
         "CPUs per node": (cluster.tasks_per_node * cluster.cpus_per_rank, partition.cpus_per_node),
         "GPUs per node": (cluster.num_gpus, partition.gpus_per_node),
     }
-    for what, (asked, there) in wanted.items():
+    for resource, (asked, there) in wanted.items():
         if asked > there:
-            return f"found {asked} {what}, partition {partition.name!r} has {there}; request fewer"
+            has = f"partition {partition.name!r} has {there}"
+            return f"found {asked} {resource}, {has}; request fewer"
     limit = partition.time_limit
     if limit != "n/a" and seconds_of(cluster.time_limit) > seconds_of(limit):
         return (
@@ -391,7 +392,7 @@ def _never_fits(cluster: ClusterConfig, nodes: NodeRange, partition: Partition) 
 
 
 def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
-    """The largest number of nodes, up to `nodes`, whose ranks share the lanes evenly, or 0."""
+    """Return the largest number of nodes, up to `nodes`, whose ranks share the lanes, or 0."""
     for count in range(nodes, 0, -1):
         try:
             for phase in runs_of_phases(config):
@@ -420,16 +421,16 @@ def missing_notes(config: RunConfig) -> list[str]:
     """
     train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
     data, corpus = config.data, "finished corpus"
-    # (name of the setting, path, the file it must have below it, what it then is)
+    # (name of the setting, path, the file it must have below it, what to call it)
     read = [("data.path", Path(data.path), validation if data.mixture else train, corpus)]
     for part in data.all_parts:
         read.append((f"mixture of {part.path}", Path(part.path), train, corpus))
     for name, path in config.evaluation.sets.items():
-        what = "finished split of a corpus"
-        read.append((f"evaluation.sets.{name}", split_of(Path(path)), MANIFEST_NAME, what))
+        split = "finished split of a corpus"
+        read.append((f"evaluation.sets.{name}", split_of(Path(path)), MANIFEST_NAME, split))
     return [
-        f"warning: {name}: found no {what} at {path} on this host; the run is refused when its job "
+        f"warning: {name}: found no {kind} at {path} on this host; the run is refused when its job "
         "starts, unless the nodes see it there: build it, or correct the path"
-        for name, path, needed, what in read
+        for name, path, needed, kind in read
         if url_of(path) is None and not os.path.isfile(path / needed)
     ]

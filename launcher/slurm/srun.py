@@ -1,4 +1,5 @@
-"""The ranks of one attempt as a step of the surrounding Slurm job: one task per rank."""
+"""The ranks of one attempt as a step of the surrounding Slurm job, one task per rank; and the step
+before it, a probe of its nodes."""
 
 from __future__ import annotations
 
@@ -37,6 +38,31 @@ _END_SECONDS = 60.0
 _LONGEST_STATUS = 32  # characters in a rank's status file
 _PROBE_SECONDS = 60.0
 _NUM_ERRORS = 5
+_LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
+_NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
+# What srun says first if it is to end the step, and if a task has ended.
+_FIRST_END = re.compile(
+    r"^srun: (?:(forcing job termination|Job step aborted)|error: \S+: tasks? )", re.MULTILINE
+)
+_FAILED_NODE = re.compile(r"(?:Node failure on|Task launch for \S+ failed on node) ([^\s:]+)")
+# How long srun may run on when all ranks have ended, and when one has failed: then srun kills the
+# others, which takes Slurm's KillWait (30 s).
+_SECONDS_AFTER_ALL = 30.0
+_SECONDS_AFTER_FAILURE = 300.0
+_LOOK_SECONDS = 2.0
+_ASK = """say() { echo "xl|$SLURMD_NODENAME|$1|lx"; }
+say begun; test -d "$0" || exit 1
+say sees; "$@"
+"""
+_ANSWER = re.compile(r"^xl\|([^|]+)\|(begun|sees|starts)\|lx$", re.MULTILINE)
+BLIND = "does not see the run directory"
+PROGRAM = "does not start the ranks' program"  # why a node is not ready, as a person reads it
+SILENT = "does not respond"
+_PROBLEMS = {"": SILENT, "begun": BLIND, "sees": PROGRAM}
+STARTS = "starts"  # the last word of the program on a node
+# srun's words for what only another start of the job brings back.
+NEEDS_NEW_START = re.compile("Step limit reached|node configuration is not available")
+_CONTAINER_SECONDS = 600.0  # a node may have to fetch the image
 _log = logging.getLogger(__name__)
 
 
@@ -69,8 +95,8 @@ class Step:
 def srun_command(
     step: Step, task: Sequence[str], mounts: Sequence[Path], workdir: Path
 ) -> list[str]:
-    """The srun command line. A task that fails ends the others, but one that ends well does not:
-    they may still be saving (--wait=0)."""
+    """Return the srun command line. A task that fails ends the others, but one that ends well does
+    not: they may still be saving (--wait=0)."""
     cluster = step.cluster
     command = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.ranks}"]
     command += [f"--ntasks-per-node={step.tasks_per_node}"]
@@ -84,7 +110,7 @@ def srun_command(
 
 
 def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[str]:
-    """The srun command line of one task on a node of the job, beside the job's other steps."""
+    """Return the srun command line of one task on a node of the job, next to its other steps."""
     srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]
     return [*srun, "--overlap", "--export=ALL", "--chdir=/", *flags, *command]
 
@@ -92,7 +118,7 @@ def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[st
 def in_container(
     cluster: ClusterConfig, task: Sequence[str], mounts: Sequence[Path], workdir: Path
 ) -> tuple[list[str], list[str]]:
-    """The flags of srun, and the command, that run Python with the arguments `task`: in the
+    """Return srun's flags and the command that run Python with the arguments `task`: in the
     cluster's container if it has one, else by this host's Python."""
     if not cluster.container_image:
         return [], [sys.executable, *task]
@@ -155,7 +181,7 @@ class SlurmRanks:
             )
 
     def wait(self, *, meanwhile: Callable[[], None]) -> list[int]:
-        """Exit statuses in rank order, from the files the tasks wrote."""
+        """Return exit statuses in rank order, from the files the tasks wrote."""
         ends = RankEnds(self.logs)
         while self._srun.poll() is None:
             try:
@@ -188,7 +214,7 @@ class SlurmRanks:
         return ends.statuses()
 
     def _said(self) -> str:
-        """What srun has written; empty if somebody tidied the logs: no decision needs them."""
+        """Return what srun has written; empty if the logs were removed: no decision needs them."""
         with contextlib.suppress(OSError):
             return end_of(self._log, LARGEST_LINE_BYTES)
         return ""
@@ -206,20 +232,6 @@ class SlurmRanks:
             tail = "\n".join(f"  | {line}" for line in errors[:_NUM_ERRORS])
             return f"no rank started; the first errors in {self._log}:\n{tail}"
         return describe_failure(statuses, self.logs, first_failure=self.first_failure)
-
-
-_LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
-_NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
-# What srun says first if it is to end the step, and if a task has ended.
-_FIRST_END = re.compile(
-    r"^srun: (?:(forcing job termination|Job step aborted)|error: \S+: tasks? )", re.MULTILINE
-)
-_FAILED_NODE = re.compile(r"(?:Node failure on|Task launch for \S+ failed on node) ([^\s:]+)")
-# How long srun may run on when all ranks have ended, and when one has failed: then srun kills the
-# others, which takes Slurm's KillWait (30 s).
-_SECONDS_AFTER_ALL = 30.0
-_SECONDS_AFTER_FAILURE = 300.0
-_LOOK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -244,7 +256,7 @@ class RankEnds:
         self._changed = self._looked = time.monotonic()
 
     def have_been_for_long(self) -> bool:
-        """Whether srun waits in vain, as for a node's slurmstepd that was killed; call it often."""
+        """Return whether srun waits in vain, as for a slurmstepd that was killed; call it often."""
         now, known = time.monotonic(), len(self.found)
         if now - self._looked < _LOOK_SECONDS:
             return False
@@ -267,7 +279,8 @@ class RankEnds:
         self._read(self._missing)
 
     def statuses(self) -> list[int]:
-        """Exit statuses in rank order; a rank without a log never started, unless all are gone."""
+        """Return exit statuses in rank order; a rank without a log never started, unless all logs
+        are gone."""
         missing = self._missing
         has_log = [True] * len(missing)
         with contextlib.suppress(OSError):
@@ -302,8 +315,8 @@ def _end_in(file: Path) -> RankEnd | None:
 
 
 def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) -> int | None:
-    """The rank whose failure made the others fail: one that says what its user has to change, such
-    as a store that denies access to it alone, else one that was killed by a signal, else the first.
+    """Return the rank whose failure made the others fail: one that says what its user has to change
+    (a store may deny access to it alone), else one that was killed by a signal, else the first.
 
     Ranks killed by SIGTERM do not count: srun ends the others that way. If no rank left a status,
     because its task could not even start, it is the first rank that srun names.
@@ -321,19 +334,19 @@ def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) ->
 
 
 def ended_from_outside(log: str) -> bool:
-    """Whether a person or a program has ended the step, by a signal to srun or by scancel: srun
-    then kills the ranks at once, and says so before any task has ended."""
+    """Return whether a person or a program has ended the step, by a signal to srun or by scancel:
+    srun then kills the ranks at once, and says so before any task has ended."""
     first = _FIRST_END.search(log)
     return first is not None and first[1] is not None
 
 
 def failed_nodes(log: str) -> list[str]:
-    """The nodes that Slurm or srun names as failed in this log, in its order."""
+    """Return the nodes that Slurm or srun names as failed in this log, in its order."""
     return _FAILED_NODE.findall(log)
 
 
 def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
-    """How long srun may still run after the last of these ends."""
+    """Return for how long srun may still run after the last of these ends."""
     if len(ends) == num_ranks:
         return _SECONDS_AFTER_ALL
     is_failing = any(end.is_failure for end in ends.values())
@@ -347,21 +360,6 @@ def kill_silently(srun: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-_ASK = """say() { echo "xl|$SLURMD_NODENAME|$1|lx"; }
-say begun; test -d "$0" || exit 1
-say sees; "$@"
-"""
-_ANSWER = re.compile(r"^xl\|([^|]+)\|(begun|sees|starts)\|lx$", re.MULTILINE)
-BLIND = "does not see the run directory"
-PROGRAM = "does not start the ranks' program"  # why a node is not ready, as a person reads it
-SILENT = "does not respond"
-_PROBLEMS = {"": SILENT, "begun": BLIND, "sees": PROGRAM}
-STARTS = "starts"  # the last word of the program on a node
-# srun's words for what only another start of the job brings back.
-NEEDS_NEW_START = re.compile("Step limit reached|node configuration is not available")
-_CONTAINER_SECONDS = 600.0  # in which a node may have to fetch the image
 
 
 @dataclass(frozen=True)
@@ -406,7 +404,7 @@ def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Pro
 
 
 def answers_of(nodes: Sequence[str], said: str, late: str = "") -> Probe:
-    """What these nodes answered, by what a probe printed: each says how far it has come."""
+    """Return what these nodes answered: each prints how far its probe has come."""
     last = dict(_ANSWER.findall(said))
     problems = {
         node: _PROBLEMS[last.get(node, "")] + late for node in nodes if last.get(node) != STARTS

@@ -27,6 +27,7 @@ from unittest import mock
 
 import foundation.retry
 import launcher.run_state
+import launcher.run_status
 import launcher.slurm.client
 import launcher.slurm.job_exit
 import launcher.slurm.lost_nodes
@@ -295,6 +296,7 @@ class Site:
         for module in (
             foundation.retry,
             launcher.run_state,
+            launcher.run_status,
             launcher.slurm.job_exit,
             launcher.slurm.lost_nodes,
             launcher.slurm.srun,

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from foundation.errors import UserError
 from launcher.commands.resume import resume
-from launcher.run_state import RunState, State, read_states
+from launcher.run_state import RunState, read_states
+from launcher.run_status import State
 from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import Snapshot, render
 from pretrain.config.cluster import ClusterConfig

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from launcher.run_state import Evidence, infer_status, read_state
+from launcher.run_state import read_state
+from launcher.run_status import Evidence, infer_status
 from pretrain.checkpoint.directory import step_directory
 from pretrain.config.run import RunConfig
 from pretrain.rundir.attempt_files import AttemptStart

@@ -16,7 +16,8 @@ from foundation.errors import UserError
 from launcher import run_state
 from launcher.cli import main
 from launcher.commands.status import console, one_run, runs_table
-from launcher.run_state import RunState, State, joined, read_states, with_queue
+from launcher.run_state import RunState, joined, read_states, with_queue
+from launcher.run_status import State
 from launcher.slurm.client import JobRecord, QueuedJob, Slurm
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults
