@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
+from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost
 from benchmarks.scale.instruments import counted_files
 from launcher.slurm.srun import RankEnds, first_failure
 from pretrain.checkpoint.verify import latest_step
@@ -25,7 +25,7 @@ AT_A_TIME, OPEN_SECONDS, SIZE_SECONDS = 32, 0.005, 0.001
 LOG = "".join(f"INFO 12:00:{second:02} rank 0: step {second}\n" for second in range(60))
 
 
-def attempt_costs(directory: Path) -> Iterator[Row]:
+def attempt_costs(directory: Path) -> Iterator[Cost]:
     """Yield what it costs to learn how an attempt ended in which one rank was killed."""
     opened, seconds = {}, {}
     for ranks in RANKS:

@@ -1,4 +1,4 @@
-"""What a checkpoint of many ranks costs: its files, publishing, verifying, reading, removing it.
+"""What a checkpoint of many ranks costs: its files, publishing, verifying and reading it.
 
 Names, index and marker are those of a real one; a rank's engine file has a hundred elements.
 """
@@ -15,24 +15,18 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from benchmarks.scale.costs import RANKS, Cost, Row
+from benchmarks.scale.costs import RANKS, Cost
 from benchmarks.scale.instruments import counted_files
 from data_pipeline.lanes.lane_stream import LaneCursor
-from foundation.own_programs import code_that_runs
-from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import publish
 from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.load import FragmentReader
 from pretrain.checkpoint.pieces import piece_key, piece_report
 from pretrain.checkpoint.transfer import RankReports
-from pretrain.checkpoint.verify import check_share, rank_share
-from pretrain.config.resolve import with_precision
-from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import checkpoint_bytes
+from pretrain.checkpoint.verify import rank_share
 from tests.helpers.checkpoints import index_of, publish_step
 
-MODEL = code_that_runs() / "configs" / "models" / "xl_modern_7b.yaml"
 SIZES = (16, 64, 256)
 ELEMENTS = 100  # of a rank's file
 MOST_FILES = RANKS[-1] + 2  # with index and marker
@@ -41,18 +35,16 @@ SECONDS = 2.0  # from the last byte to the published checkpoint
 MOST_OF_SHARE = 2.0  # a rank's file is hashed whole
 
 
-def checkpoint_costs(directory: Path) -> Iterator[Row]:
+def checkpoint_costs(directory: Path) -> Iterator[Cost]:
     """Yield the costs of one checkpoint."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for ranks in SIZES:
         for name, value in costs_of(directory, ranks):
             found[name][ranks] = value
-    yield from sizes_of_checkpoints()
     yield Cost(
         name="checkpoint: files", measured=found["files"], at_most=MOST_FILES,
         detail="one per rank, index and marker",
     )  # fmt: skip
-    yield Cost(name="checkpoint: index", unit="bytes", measured=found["index"])
     yield Cost(
         name="publication: from the last report to the published checkpoint", unit="s",
         measured={ranks: publication_seconds(directory, ranks) for ranks in RANKS},
@@ -64,25 +56,8 @@ def checkpoint_costs(directory: Path) -> Iterator[Row]:
         measured=found["share"], at_most=MOST_OF_SHARE,
     )  # fmt: skip
     yield Cost(
-        name="restore: files that a rank opens to verify its share", measured=found["verified"]
-    )
-    yield Cost(
         name="restore: files that a rank opens for its weights, as many ranks as saved",
         measured=found["opened"], at_most=1,
-    )  # fmt: skip
-    yield Cost(name="removal: CPU time", unit="s", measured=found["removal"])
-
-
-def sizes_of_checkpoints() -> Iterator[Row]:
-    """Yield the bytes of a 7B model's checkpoint, a lane for each rank, as `describe` has them."""
-    sizes = {}
-    for ranks in SIZES:
-        run = load_config(RunConfig, MODEL, [f"data.lanes={ranks}"])
-        run = with_precision(run, best="bf16")
-        sizes[ranks] = checkpoint_bytes(run) / 1e9
-    yield Cost(
-        name="checkpoint: size, 7B, a lane per rank", unit="GB",
-        measured=sizes, detail="the estimate of `describe`",
     )  # fmt: skip
 
 
@@ -122,19 +97,13 @@ def costs_of(directory: Path, ranks: int) -> Iterator[tuple[str, float]]:
     """Yield name and value of each cost of a checkpoint of so many ranks."""
     path = publish_step(directory, ranks, num_ranks=ranks)
     yield "files", len(list(path.iterdir()))
-    found = read_index(path)
-    yield "index", (path / files.INDEX).stat().st_size
-    sizes = [content.bytes for content in found.files.values()]
+    checkpoint = read_index(path)
+    sizes = [content.bytes for content in checkpoint.files.values()]
     shares = [rank_share(sizes, rank, ranks) for rank in range(ranks)]
     assert list(chain(*shares)) == list(range(ranks)), "every file by one rank"
     hashed = [sum(sizes[number] for number in share) for share in shares]
     yield "share", max(hashed) * ranks / sum(hashed)
-    with counted_files(path) as counts:
-        check_share(found, ranks // 2, ranks)
-    yield "verified", counts["opened"]
-    with counted_files(path) as counts, FragmentReader(found) as reader:
+    with counted_files(path) as counts, FragmentReader(checkpoint) as reader:
         reader.copy_into(torch.empty(ELEMENTS), "w", ELEMENTS * (ranks // 2), "weight")
     yield "opened", counts["opened"]
-    start = time.process_time()
     files.remove(path)
-    yield "removal", time.process_time() - start

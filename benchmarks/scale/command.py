@@ -17,11 +17,9 @@ from pathlib import Path
 from benchmarks.measure import machine
 from benchmarks.scale.attempts import attempt_costs
 from benchmarks.scale.checkpoints import checkpoint_costs
-from benchmarks.scale.corpus import corpus_costs
-from benchmarks.scale.costs import Row, Subject, table_of
+from benchmarks.scale.costs import Cost, Subject, table_of
 from benchmarks.scale.failure_table import failure_table, hour_of_kills
 from benchmarks.scale.processes import process_costs
-from benchmarks.scale.startup import startup_costs
 from benchmarks.scale.status import status_costs
 from foundation.errors import UserError
 from foundation.files import write_text
@@ -30,8 +28,6 @@ SUBJECTS = (
     Subject("processes", process_costs),
     Subject("status", status_costs),
     Subject("attempts", attempt_costs),
-    Subject("startup", startup_costs),
-    Subject("corpus", corpus_costs),
     Subject("checkpoints", checkpoint_costs),
 )
 START, END = "<!-- python -m benchmarks scale -->\n", "<!-- end -->\n"
@@ -56,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--only {arguments.only}: found no such subject, expected one of {names}")
     if arguments.page is not None:
         tables_of(arguments.page)  # UserError before the work
-    rows: list[Row] = []
+    rows: list[Cost] = []
     for subject in subjects:
         print(subject.name, file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="scale-") as directory:

@@ -59,33 +59,15 @@ class Cost:
         return known.get(size, max(0.0, growth_of(self.measured).at(size)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reasoned:
-    """A cost that is not measured at several sizes, and why it is what it is."""
-
-    name: str
-    reason: str
-    at_ranks: Sequence[float | None] = (None, None, None)  # RANKS
-    is_met: bool = True
-
-    def row(self) -> list[str]:
-        cells = ["" if value is None else _digits(value) for value in self.at_ranks]
-        result = "" if self.is_met else "MISSED"
-        return [self.name, "reasoned", "", *cells, "", result, self.reason]
-
-
-Row = Cost | Reasoned
-
-
 @dataclass(frozen=True)
 class Subject:
     """A part of the system, and what measures its costs; it may write into an empty directory."""
 
     name: str
-    measure: Callable[[Path], Iterable[Row]]
+    measure: Callable[[Path], Iterable[Cost]]
 
 
-def table_of(rows: Iterable[Row]) -> str:
+def table_of(rows: Iterable[Cost]) -> str:
     """Return the rows as a Markdown table."""
     ranks = [f"{count:,} ranks" for count in RANKS]
     header = ["what", "measured at", "growth", *ranks, "goal", "result", "how"]

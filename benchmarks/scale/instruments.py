@@ -16,11 +16,11 @@ _NAMES = {_OPENED: "opened", _CREATED: "created", _MOVED_IN: "moved in"}
 
 
 @contextmanager
-def counted_files(directory: Path, suffix: str = "") -> Iterator[Counter[str]]:
+def counted_files(directory: Path) -> Iterator[Counter[str]]:
     """Count files in the directory that are opened, created or moved in, by any process.
 
     The kernel counts them (inotify), so it does not matter which language opens them: at most
-    16,384, and a file that is opened twice in a row once. Only names that end with `suffix` count.
+    16,384, and a file that is opened twice in a row once.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     events = libc.inotify_init1(os.O_NONBLOCK)
@@ -30,12 +30,12 @@ def counted_files(directory: Path, suffix: str = "") -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
     try:
         yield found
-        found.update(_read_events(events, os.fsencode(suffix)))
+        found.update(_read_events(events))
     finally:
         os.close(events)
 
 
-def _read_events(events: int, suffix: bytes) -> Iterator[str]:
+def _read_events(events: int) -> Iterator[str]:
     while True:
         try:
             data, at = os.read(events, 1 << 20), 0
@@ -44,8 +44,7 @@ def _read_events(events: int, suffix: bytes) -> Iterator[str]:
         while at < len(data):
             _, mask, _, length = _HEADER.unpack_from(data, at)
             at += _HEADER.size + length
-            is_wanted = data[at - length : at].rstrip(b"\0").endswith(suffix)
-            if is_wanted and not mask & _IS_DIRECTORY:
+            if not mask & _IS_DIRECTORY:
                 yield from (name for bit, name in _NAMES.items() if mask & bit)
 
 

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.scale.costs import RANKS, Cost, Row
+from benchmarks.scale.costs import RANKS, Cost
 from benchmarks.scale.growth import growth_of
 from benchmarks.scale.ranks import STEP_SECONDS
 from foundation.own_programs import own_command
@@ -20,7 +20,7 @@ MOST_MILLISECONDS = 1.0
 MOST_MILLISECONDS_OF_A_SAVE = 50.0
 
 
-def process_costs(_: Path) -> Iterator[Row]:
+def process_costs(_: Path) -> Iterator[Cost]:
     """Yield the costs of ranks that gloo connects."""
     done = subprocess.run(
         own_command("benchmarks.scale.ranks", *map(str, SIZES)),
@@ -40,7 +40,7 @@ def process_costs(_: Path) -> Iterator[Row]:
     yield from _descriptors(of("rank 0"), of("rank 1"))
 
 
-def _descriptors(of_main: dict[int, float], of_another: dict[int, float]) -> Iterator[Row]:
+def _descriptors(of_main: dict[int, float], of_another: dict[int, float]) -> Iterator[Cost]:
     """Yield what is open on rank 0, which has the store's connections as well, and on another."""
     store = growth_of({size: count - of_another[size] for size, count in of_main.items()})
     another = growth_of(of_another)
@@ -67,7 +67,7 @@ def _saves(measured: dict[int, float]) -> Cost:
     )  # fmt: skip
 
 
-def _stop_requests(of: Callable[..., dict[int, float]]) -> Iterator[Row]:
+def _stop_requests(of: Callable[..., dict[int, float]]) -> Iterator[Cost]:
     """Yield what each step's exchange costs.
 
     Two ranks have a core each, and one round; more ranks share the cores of one machine, so that

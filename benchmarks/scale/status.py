@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost, Row
+from benchmarks.scale.costs import RANKS, RANKS_OF_NODE, Cost
 from benchmarks.scale.instruments import bytes_read, counted_files
 from launcher.run_state import read_state
 from pretrain.config.run import RunConfig
@@ -21,7 +21,7 @@ FIFTY_RUNS_SECONDS = 1.0
 ROUNDS = 5
 
 
-def status_costs(directory: Path) -> Iterator[Row]:
+def status_costs(directory: Path) -> Iterator[Cost]:
     """Yield the costs of `launcher status`."""
     opened, seconds = {}, {}
     for ranks in RANKS:

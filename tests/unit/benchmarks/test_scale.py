@@ -110,10 +110,6 @@ def test_opened_files_are_counted_in_whatever_language_opens_them(tmp_path):
         subprocess.run(["cat", str(tmp_path / "two"), str(tmp_path / "one")], check=True)
         write_text(tmp_path / "three", "text")
     assert counts == {"opened": 4, "created": 1, "moved in": 1}
-    with counted_files(tmp_path, "ee") as counts:
-        for name in ("one", "three"):
-            (tmp_path / name).read_bytes()
-    assert counts == {"opened": 1}
 
 
 def test_a_killed_rank_is_found_among_many_by_opening_each_status_once(tmp_path):
