@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.measure import Measurement, in_turns
 from data_pipeline.builder.build_tokenizer import train_tokenizer
-from data_pipeline.builder.parts import build_in_processes
+from data_pipeline.builder.parallel_build import build_in_processes
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.tokenizer import Tokenizer
 

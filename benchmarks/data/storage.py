@@ -17,7 +17,8 @@ from benchmarks.measure import Measurement
 from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import ShardInfo
-from data_pipeline.corpora.remote_corpus import CachedShards, ShardCache
+from data_pipeline.corpora.remote_corpus import CachedShards
+from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.lane_stream import LaneStream, Prefetcher
 

@@ -30,7 +30,7 @@ from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.journal import BuildJournal, check_recipe, claimed_output, is_finished
 from data_pipeline.builder.records import REJECTS_NAME, Document, Reject, RejectList, parts_of
 from data_pipeline.builder.round_trip import RoundTripCheck
-from data_pipeline.builder.shuffle import SortedRuns
+from data_pipeline.builder.sorted_runs import SortedRuns
 from data_pipeline.builder.sources import SourceFile, check_apart, check_unchanged, list_sources
 from data_pipeline.builder.split_writer import (
     CorpusShards,
@@ -120,7 +120,7 @@ def build_sources(
     """Like `build_corpus`, for these files. Splits of a part may be empty.
 
     With `shuffle_seed`, only parts can be built, and their training split is sorted runs, see
-    shuffle.py.
+    sorted_runs.py.
     """
     assert is_part or not config.shuffles
     recipe = recipe_of(config, sources)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeGuard
 
+from data_pipeline.builder.compression import is_compressed
 from data_pipeline.builder.documents import read_documents
-from data_pipeline.builder.formats import is_compressed
 from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.records import Document, Reject, fraction_of
 from data_pipeline.builder.sources import SourceFile

@@ -1,13 +1,10 @@
-"""The documents of an input file: text, JSONL or a tar of text here, tables and tokens beside.
+"""The documents of an input file of any format; text and JSON Lines are read here.
 
-Text, JSONL and tars may be compressed.
-
-Text files that hold many documents: a line each, articles of WikiText, or one long stream.
-
-These are how the data sets of language models were published. No word or character is added or
-lost: the parts of a stream join to it, and a line end between two documents of words is the end of
-the first (`end_text`), so the tokens of all documents in order are those of the file, and one that
-ends the split of a stream.
+A text file is a document, or holds many: a line each, articles of WikiText, or one long stream, as
+the data sets of language models were published. No word or character is added or lost: the parts
+of a stream join to it, and a line end between two documents of words is the end of the first
+(`end_text`), so the tokens of all documents in order are the file's, and one that ends the split of
+a stream.
 """
 
 from __future__ import annotations
@@ -16,23 +13,21 @@ import codecs
 import re
 import tarfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
 
 from data_pipeline.builder import records
-from data_pipeline.builder.formats import (
+from data_pipeline.builder.compression import (
     BLOCK_BYTES,
     CORRUPTION,
-    HEAD_BYTES,
-    TABLES_AND_TOKENS,
     InvalidRecords,
     UnreadableRecords,
-    check_head,
     decompressed,
     is_compressed,
-    stated_kind,
 )
+from data_pipeline.builder.formats import HEAD_BYTES, TABLES_AND_TOKENS, check_head, stated_kind
+from data_pipeline.builder.mds_records import read_mds
 from data_pipeline.builder.records import (
     Document,
     Records,
@@ -47,7 +42,8 @@ from data_pipeline.builder.records import (
 )
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.tables import read_arrow, read_parquet
-from data_pipeline.builder.token_files import read_array, read_mds, read_megatron
+from data_pipeline.builder.tar_records import read_tar
+from data_pipeline.builder.token_files import read_array, read_megatron
 from data_pipeline.config import CorpusConfig, SourceKind
 from foundation.errors import ConfigError, DataError
 from foundation.files import named_errors, open_regular
@@ -190,11 +186,6 @@ def _word_start(source: SourceFile, offset: int) -> int:
     return offset - 1 + (word.end() if word else 1)
 
 
-LARGEST_HEADER_BYTES = 1 << 20  # of long names and other extended headers
-EXTENDED_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, *tarfile.GNU_TYPES)
-TEXT_EXTENSION, JSON_EXTENSION = "txt", "json"
-
-
 def _read_bytes(
     reader: Callable[[BinaryIO, SourceFile, CorpusConfig], Records],
     source: SourceFile,
@@ -242,122 +233,6 @@ def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
             yield record
 
 
-@dataclass
-class _Sample:
-    """Consecutive tar members KEY.EXTENSION: all extensions, and the contents that may be text."""
-
-    key: str
-    location: str
-    extensions: list[str] = field(default_factory=list)
-    contents: dict[str, bytes | Reject] = field(default_factory=dict)
-
-
-def _read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
-    """Yield a document for each sample, as WebDataset groups members.
-
-    Its text is KEY.txt or KEY.text_field, else the field text_field of KEY.json. Its id is the key,
-    unless the JSON has one.
-    """
-    sample, count = None, 0
-    for member, read in _tar_members(file):
-        # A key ends at the first dot after the last slash.
-        folder, slash, base = member.name.rpartition("/")
-        stem, _, extension = base.partition(".")
-        key = folder + slash + stem
-        if sample is None or sample.key != key:
-            if sample is not None:
-                yield _document_of_sample(sample, config)
-            sample, count = _Sample(key, f"{source.name}:{key}"), count + 1
-        sample.extensions.append(extension)
-        if extension in (config.text_field, TEXT_EXTENSION, JSON_EXTENSION):
-            is_json = extension == JSON_EXTENSION
-            most = longest_json() if is_json else records.LONGEST_DOCUMENT_BYTES
-            if not member.isreg():
-                reason = f"{member.name} is a link or a device in the archive, expected a file"
-                sample.contents[extension] = Reject(sample.location, reason)
-            elif member.size > most:
-                sample.contents[extension] = too_long(sample.location)
-            else:
-                sample.contents[extension] = read()
-    if sample is not None:
-        yield _document_of_sample(sample, config)
-    if source.listed and source.listed.samples not in (None, count):
-        raise InvalidRecords(f"it has {count} samples, {source.listed.samples} by its list")
-
-
-class _StrictInfo(tarfile.TarInfo):
-    """Raises for a header that tarfile, and others, would take for the end of the archive.
-
-    They lose the members after it silently.
-    """
-
-    @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:  # type: ignore[override]
-        try:
-            return super().fromtarfile(archive)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  (an empty block)
-            raise
-        except tarfile.HeaderError as error:
-            raise InvalidRecords(f"the header at byte {archive.offset}: {error}") from None
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _StrictInfo:
-        info = super().frombuf(buf, encoding, errors)
-        is_extended = info.type in EXTENDED_TYPES
-        if info.issparse() or (is_extended and info.size > LARGEST_HEADER_BYTES):
-            raise tarfile.HeaderError(f"a header of {info.size} bytes, or of a sparse file")
-        return info
-
-
-def _tar_members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
-    """Yield all members except folders, in order, and how to read each before the next."""
-    try:
-        with tarfile.open(
-            fileobj=file, mode="r|", tarinfo=_StrictInfo, encoding="utf-8", errors="replace"
-        ) as archive:
-            while member := archive.next():
-                archive.members = []  # type: ignore[misc]  (it would list all)
-                if member.size < 0:
-                    raise InvalidRecords(f"{member.name} has a size of {member.size}")
-                if not member.isdir():
-                    yield member, partial(_contents_of, archive, member)
-                # tarfile would skip as much as the header says, also beyond the end of the file.
-                while (left := archive.offset - archive.fileobj.tell()) > 0:  # type: ignore[attr-defined]
-                    if not archive.fileobj.read(min(left, BLOCK_BYTES)):  # type: ignore[union-attr]
-                        raise InvalidRecords(f"it ends inside {member.name}")
-            # One empty block was read. A header that a disk has zeroed looks like it.
-            rest = archive.fileobj.read(tarfile.BLOCKSIZE)  # type: ignore[union-attr]
-            if len(rest) < tarfile.BLOCKSIZE:
-                raise InvalidRecords("it ends without an end-of-archive marker")
-            while rest:
-                if any(rest):
-                    raise InvalidRecords("there is data after the end-of-archive marker")
-                rest = archive.fileobj.read(BLOCK_BYTES)  # type: ignore[union-attr]
-    except RecursionError:
-        raise InvalidRecords("its extended headers follow each other without end") from None
-    except (tarfile.TarError, ValueError, IndexError, OverflowError) as error:
-        raise InvalidRecords(str(error)) from None
-
-
-def _contents_of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    assert file is not None, "a link is not read"
-    return file.read(member.size)
-
-
-def _document_of_sample(sample: _Sample, config: CorpusConfig) -> Document | Reject:
-    for extension in (config.text_field, TEXT_EXTENSION, JSON_EXTENSION):
-        if extension in sample.contents:
-            contents = sample.contents[extension]
-            if isinstance(contents, Reject):
-                return contents
-            convert = document_of_json if extension == JSON_EXTENSION else document_of_bytes
-            return convert(contents, sample.key, sample.location, config)
-    found = ", ".join(map(repr, sample.extensions))
-    expected = " or ".join(dict.fromkeys((TEXT_EXTENSION, config.text_field, JSON_EXTENSION)))
-    return Reject(sample.location, f"found members {found}, expected {expected}")
-
-
 def read_documents(
     source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None] = lambda tell: None
 ) -> Records:
@@ -381,7 +256,7 @@ READERS: dict[SourceKind, Reader] = {
     "wikitext": partial(_read_bytes, read_articles),
     "stream": partial(_read_bytes, read_stream),
     "jsonl": partial(_read_bytes, _read_jsonl),
-    "tar": partial(_read_bytes, _read_tar),
+    "tar": partial(_read_bytes, read_tar),
     "parquet": read_parquet,
     "arrow": read_arrow,
     "mds": read_mds,

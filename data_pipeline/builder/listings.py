@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_pipeline.builder.formats import (
-    INDEX_SUFFIX,
-    holds_records,
-    is_compressed,
-    without_compression,
-)
+from data_pipeline.builder.compression import is_compressed, without_compression
+from data_pipeline.builder.formats import INDEX_SUFFIX, holds_records
 from data_pipeline.config import SourceKind
 from foundation.errors import DataError
 from foundation.files import LARGEST_LIST_BYTES, read_json

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data_pipeline.builder.formats import UnreadableRecords
+from data_pipeline.builder.compression import UnreadableRecords
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_VOCABULARY, CorpusConfig
 from foundation.errors import DataError

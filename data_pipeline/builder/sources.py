@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
+from data_pipeline.builder.compression import without_compression
 from data_pipeline.builder.formats import (
     JSON_SUFFIX,
     holds_many,
@@ -17,7 +18,6 @@ from data_pipeline.builder.formats import (
     kind_by_name,
     may_read_as,
     stated_kind,
-    without_compression,
 )
 from data_pipeline.builder.listings import ListedFile, listed_files, refuse_versions
 from data_pipeline.config import CorpusConfig, SourceKind

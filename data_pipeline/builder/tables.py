@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.builder.formats import UnreadableRecords
+from data_pipeline.builder.compression import UnreadableRecords
 from data_pipeline.builder.records import (
     EMPTY_ROW,
     Document,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_pipeline.builder.build_corpus import BuildResult, build_corpus
 from data_pipeline.builder.build_tokenizer import needs_training
-from data_pipeline.builder.parts import (
+from data_pipeline.builder.parallel_build import (
     build_in_processes,
     build_part,
     can_shuffle,

@@ -36,7 +36,8 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.corpora.packing import packing_losses
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
-from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
+from data_pipeline.corpora.stores import Store, store_at
+from data_pipeline.corpora.web_requests import RetryPolicy
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.shards.mds import INDEX_NAME, SUFFIX, read_index

@@ -44,6 +44,8 @@ from foundation.files import path_below, path_text, settled_state
 from foundation.records import json_text
 
 VALIDATION = SPLITS[1]
+FINGERPRINTS_KEPT = 64
+OPEN_SHARDS = 16
 
 
 def split_hash(corpus: Path, split: str) -> str:
@@ -80,9 +82,6 @@ def pinned_directory(path: Path, cache: CacheConfig, hashes: Sequence[str]) -> P
             "inspect` shows if it may be trusted"
         )
     return directory
-
-
-FINGERPRINTS_KEPT = 64
 
 
 def tokenizer_of(corpus: Path) -> Tokenizer:
@@ -131,9 +130,6 @@ def _fingerprint_in(directory: Path) -> str:
 @functools.lru_cache(maxsize=FINGERPRINTS_KEPT)
 def _read_once(directory: Path, states: tuple[object, ...]) -> str:
     return read_fingerprint(directory)
-
-
-OPEN_SHARDS = 16
 
 
 class LocalShards:

@@ -1,14 +1,8 @@
-"""Download files of a store: retried on failure, and checked before they get their names.
-
-What a run or a copy writes to a store is read back and compared. S3 needs no copy on disk for that;
-other stores are written and read through mosaicml-streaming, which cannot delete.
-"""
+"""Download files of a store: retried on failure, and checked before they get their names."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import queue
 import threading
 import time
@@ -17,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from data_pipeline.config import TokenizerKind
 from data_pipeline.corpora.manifest import (
@@ -29,22 +23,15 @@ from data_pipeline.corpora.manifest import (
     read_manifest,
 )
 from data_pipeline.corpora.stores import (
-    BLOCK_BYTES,
-    RetryPolicy,
     Store,
-    StoreError,
-    listed_objects,
-    sdk_errors,
-    store_at,
-    uploader_to,
     with_timeout,
 )
+from data_pipeline.corpora.web_requests import RetryPolicy, StoreError
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, TRAITS, Tokenizer, fingerprint_of
 from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES
 from foundation.errors import DataError
 from foundation.files import (
     SMALL_FILE_BYTES,
-    Content,
     fsync_file,
     make_directory,
     move,
@@ -210,113 +197,3 @@ def in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report
             report(f"{name}: {number}/{len(items)}")
     finally:
         waiting.clear()
-
-
-S3 = "s3://"
-MOST_DELETED = 1000  # objects of one request, a limit of S3
-
-
-class WritableStore:
-    """The objects under a URL. DataError, from the constructor, if it cannot be opened."""
-
-    def __init__(self, url: str, scratch: Path, retry_policy: RetryPolicy | None = None) -> None:
-        policy = retry_policy or RetryPolicy()
-        self.url, self._policy, self._scratch = url.rstrip("/"), policy, scratch
-        self._store = store_at(self.url, policy)
-        self._bucket, _, self._prefix = self.url.removeprefix(S3).partition("/")
-        self._s3: Any = None
-        if self.url.startswith(S3):
-            self._s3 = listed_objects(self.url, names=False)[0].s3
-        else:
-            self._send = uploader_to(self.url, scratch)
-
-    def put(self, name: str, path: Path, content: Content) -> None:
-        """Upload the file unless the store has it; DataError unless the store returns `content`."""
-
-        def attempt() -> None:
-            with contextlib.suppress(StoreError):
-                return self._compare(name, content)  # the store has it already
-            seconds = self._policy.seconds_for(content.bytes)
-            with_timeout(seconds, lambda: self._upload(name, path, content))
-            return self._compare(name, content)
-
-        retry(self._policy, f"{self.url}/{name} could not be uploaded", attempt)
-
-    def read(self, name: str, most: int) -> bytes | None:
-        """Return the object of at most `most` bytes; None if the store says that it has none."""
-        path = self._scratch / "read"
-        try:
-            fetch_file(
-                self._store, name, path, self._scratch, lambda file: size_problem(file, most), most
-            )
-        except NotFetchedError as error:
-            if error.is_absent:
-                return None
-            raise
-        return read_regular(path, most)
-
-    def names(self) -> list[str]:
-        """Return the names of all objects under the URL; DataError if they cannot be listed."""
-        return listed_objects(self.url)[1]
-
-    @property
-    def can_delete(self) -> bool:
-        """Whether this kind of store is one whose objects `delete` removes."""
-        return self._s3 is not None
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Delete these objects; DataError if one is still there."""
-        for first in range(0, len(names), MOST_DELETED):
-            keys = [{"Key": self._key(name)} for name in names[first : first + MOST_DELETED]]
-            try:
-                with sdk_errors():
-                    request = {"Objects": keys, "Quiet": True}
-                    answer = self._s3.delete_objects(Bucket=self._bucket, Delete=request)
-            except StoreError as error:
-                raise DataError(f"{self.url}: cannot delete ({error})") from None
-            for problem in answer.get("Errors", [])[:1]:
-                raise DataError(f"{self.url}: cannot delete {problem['Key']} ({problem['Code']})")
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}".lstrip("/")
-
-    def _upload(self, name: str, path: Path, content: Content) -> None:
-        if self._s3 is None:
-            staged = path_below(self._scratch, name)
-            staged.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                staged.unlink()
-            os.symlink(path.absolute(), staged)
-            return self._send(name)
-        with sdk_errors():
-            return self._s3.upload_file(str(path), self._bucket, self._key(name))
-
-    def _compare(self, name: str, content: Content) -> None:
-        """Raise StoreError unless the object has this content."""
-        if self._s3 is not None:
-            seconds = self._policy.seconds_for(content.bytes)
-            return with_timeout(seconds, lambda: self._read_back(name, content))
-        copy = self._scratch / f"{name.replace('/', '-')}.copy"  # threads read back several
-        fetch_once(self._store, name, copy, self._scratch, content.mismatch, content.bytes)
-        return copy.unlink()
-
-    def _read_back(self, name: str, content: Content) -> None:
-        digest, arrived = hashlib.sha256(), 0
-        with sdk_errors():
-            answer = self._s3.get_object(Bucket=self._bucket, Key=self._key(name))
-            with contextlib.closing(answer["Body"]) as body:
-                if (size := answer["ContentLength"]) != content.bytes:
-                    raise StoreError(f"the store has {size} bytes, expected {content.bytes}")
-                for block in iter(partial(body.read, BLOCK_BYTES), b""):
-                    digest.update(block)
-                    arrived += len(block)
-                    if arrived > content.bytes:
-                        break
-        if problem := content.hash_mismatch(digest.hexdigest()):
-            raise StoreError(problem)
-
-
-def size_problem(path: Path, most: int) -> str | None:
-    """Return why a file of which only the largest size is known is refused; None if it is not."""
-    size = path.stat().st_size
-    return f"it has {size:,} bytes, expected at most {most:,}" if size > most else None

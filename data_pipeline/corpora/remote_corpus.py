@@ -3,26 +3,13 @@
 CACHE/corpora/ID/remote.json          the URL
 CACHE/corpora/ID/copied.json          which versions of the store's manifests the copies are
 CACHE/corpora/ID/tokenizer/           a copy of the store's
-CACHE/corpora/ID/SPLIT/manifest.json  a copy of the store's; the shards are in CACHE/shards
-CACHE/shards/SHA256        complete and checked; share-locked while a reader has it open
-CACHE/incoming/SHA256.N    N bytes reserved by a download, whose process holds the file's lock
-CACHE/locks/000 ... fff    one lock per file, by the first digits of its SHA-256
-CACHE/room.lock            held while a process evicts and reserves
-
-All processes of the node share the cache and its size limit. It removes nothing but what has such
-a name, and is a directory of this user into which no other can write. Locks are released when their
-process dies, so a reservation whose lock is free was left by a killed process. An open file is
-never evicted: the lock on the file itself, taken before the file gets its name, protects it. So the
-cache needs a file system with flock.
+CACHE/corpora/ID/SPLIT/manifest.json  a copy of the store's; the shards are in shard_cache.py
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import re
-import shutil
 import threading
 import time
 from collections import deque
@@ -30,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -38,191 +24,26 @@ from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.fetch import (
     NotFetchedError,
     fetch_manifest,
-    fetch_shard,
     fetch_tokenizer,
 )
-from data_pipeline.corpora.lengths import InvalidLengths, lengths_bytes, lengths_file, lengths_in
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     REMOTE_NAME,
     SPLITS,
     TOKENIZER_DIRECTORY,
-    FileState,
     Manifest,
     ShardInfo,
-    file_state,
-    lengths_name,
-    mismatch_of,
     read_manifest,
 )
-from data_pipeline.corpora.stores import RetryPolicy, Store, store_at
+from data_pipeline.corpora.shard_cache import ShardCache
+from data_pipeline.corpora.stores import Store, store_at
+from data_pipeline.corpora.web_requests import RetryPolicy
 from data_pipeline.shards.shards import ShardReader
 from foundation.errors import DataError
-from foundation.files import move, path_below, read_json, url_of, write_json
-from foundation.locks import exclusive_lock, held_lock, open_shared, try_lock
+from foundation.files import read_json, url_of, write_json
+from foundation.locks import exclusive_lock
 from foundation.ownership import private_directory
-from foundation.records import from_json, is_sha256
-
-WAITERS = 4  # processes that may fail to fetch a file one after another while this one waits
-EVICTION_SECONDS = 120.0  # eviction takes a few milliseconds
-EVICTION_PAUSE = 0.02
-GIB = 1 << 30
-RESERVATION_NAME = re.compile(r"([0-9a-f]{64})\.([0-9]{1,16})")
-
-
-class CacheFullError(DataError):
-    """Everything in the cache is in use."""
-
-
-class ShardCache:
-    """Files by their hash: fetched once for all processes, verified before they get a name."""
-
-    def __init__(self, config: CacheConfig) -> None:
-        self.directory = config.path
-        self.limit = int(config.gib * GIB)
-        self._shards, self._incoming, self._locks = (
-            self.directory / name for name in ("shards", "incoming", "locks")
-        )
-        self._verified: dict[str, FileState] = {}  # as each shard was when it was checked
-        private_directory(self.directory)
-        for directory in (self._shards, self._incoming, self._locks):
-            private_directory(directory)
-
-    def open(
-        self, store: Store, info: ShardInfo, is_urgent: bool = True, must_fit: bool = True
-    ) -> BinaryIO:
-        """Open the file of that entry, fetched if absent. It is kept while it is open or mapped.
-
-        CacheFullError if there is no space and it `must_fit`; an urgent call first waits as long as
-        a download may take for other processes to close shards.
-        """
-        # Wait for others that fetch this shard, even if they fail one after another, but not
-        # forever: one of them may be stopped (SIGSTOP).
-        longest = WAITERS * store.retry_policy.longest(info.size)
-        with exclusive_lock(self._lock_of(info.sha256), longest):
-            return self._find(info) or self._transfer(store, info, is_urgent, must_fit)
-
-    def lengths(self, store: Store, info: ShardInfo) -> np.ndarray:
-        """Return the tokens of each document of a shard, fetched if absent: as small as they are,
-        also where shards in use fill the cache."""
-        with self.open(store, lengths_file(info), must_fit=False) as file:
-            file.seek(0)  # it may just have been hashed
-            try:
-                return lengths_in(file.read(lengths_bytes(info)), info)
-            except InvalidLengths as error:
-                name = f"{store.url}/{lengths_name(info.path)}"
-                raise DataError(f"{name} is corrupted: {error}; build the corpus again") from None
-
-    def fetch(self, store: Store, info: ShardInfo) -> None:
-        """Fetch the shard for a later `open`; do nothing if there is no space."""
-        with contextlib.suppress(CacheFullError):
-            self.open(store, info, is_urgent=False).close()
-
-    def check_capacity(self, num_shards: int, largest: int) -> None:
-        """Raise DataError unless that many shards of at most `largest` bytes can be open."""
-        if (needed := num_shards * largest) > self.limit:
-            raise DataError(
-                f"data.cache.gib={self.limit / GIB:.4g} is too small: a node's ranks have up to "
-                f"{num_shards} shards of {largest:,} bytes open at the same time; set it to "
-                f"{1.05 * needed / GIB:.3g} or more, or use fewer lanes"
-            )
-
-    def _lock_of(self, name: str) -> Path:
-        return self._locks / name[:3]
-
-    def _find(self, info: ShardInfo) -> BinaryIO | None:
-        """Open the shard's file if it is in the cache and valid; the caller holds its lock."""
-        path = path_below(self._shards, info.sha256)
-        try:
-            file = open_shared(path)
-        except FileNotFoundError:
-            return None
-        # No link left: it was evicted between the opening and the locking.
-        is_linked = os.fstat(file.fileno()).st_nlink > 0
-        state = file_state(file)
-        is_checked = self._verified.get(info.sha256) == state
-        if is_linked and mismatch_of(file, info, with_hash=not is_checked) is None:
-            self._verified[info.sha256] = state
-            # The time of the last use; the one of the last change tells whether it was changed.
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-            return file
-        file.close()
-        return None
-
-    def _transfer(self, store: Store, info: ShardInfo, is_urgent: bool, must_fit: bool) -> BinaryIO:
-        longest = store.retry_policy.seconds_for(info.size) if is_urgent else 0.0
-        reserved = self._reserve(info, longest, must_fit)
-        arrived = path_below(reserved, info.sha256)
-        try:
-            fetch_shard(store, info, arrived, reserved)
-            # Lock it before it gets its name: no other process can evict it in between.
-            file = open_shared(arrived)
-            move(arrived, self._shards / info.sha256)
-        finally:
-            shutil.rmtree(reserved, ignore_errors=True)
-        self._verified[info.sha256] = file_state(file)
-        return file
-
-    def _reserve(self, info: ShardInfo, seconds: float, must_fit: bool) -> Path:
-        """Make a directory with reserved space to download into; CacheFullError after `seconds`."""
-        if must_fit and info.size > self.limit:
-            raise CacheFullError(
-                f"{info.path} of {info.size:,} bytes is larger than the cache {self.directory} of "
-                f"{self.limit / GIB:.4g} GiB; raise data.cache.gib, or check the corpus"
-            )
-        reserved = path_below(self._incoming, f"{info.sha256}.{info.size}")
-        shutil.rmtree(reserved, ignore_errors=True)  # left by a killed process: we hold its lock
-        deadline = time.monotonic() + seconds
-        while True:
-            with exclusive_lock(self.directory / "room.lock", EVICTION_SECONDS):
-                if self._make_room(info.size) or not must_fit:
-                    reserved.mkdir()
-                    return reserved
-            if time.monotonic() > deadline:
-                raise CacheFullError(
-                    f"the cache {self.directory} has no space for {info.path} of {info.size:,} "
-                    f"bytes: shards in use fill its {self.limit / GIB:.4g} GiB; raise "
-                    "data.cache.gib in all runs that share it"
-                )
-            time.sleep(EVICTION_PAUSE)
-
-    def _make_room(self, size: int) -> bool:
-        """Evict what was used least recently until `size` bytes fit; whether they do."""
-        with os.scandir(self._shards) as entries:
-            found = [
-                (status.st_atime_ns, status.st_size, entry.name)
-                for entry in entries
-                if is_sha256(entry.name) and (status := entry.stat())
-            ]
-        used = sum(bytes_used for _, bytes_used, _ in found) + self._reserved()
-        for _, bytes_used, name in sorted(found):
-            if used + size <= self.limit:
-                break
-            with contextlib.suppress(FileNotFoundError):  # removed by hand
-                if self._evict(self._shards / name):
-                    used -= bytes_used
-        return used + size <= self.limit
-
-    def _evict(self, path: Path) -> bool:
-        """Remove a shard, unless a process has it open; whether it was removed."""
-        with open(path, "rb") as file:
-            if is_free := try_lock(file):
-                path.unlink()
-            return is_free
-
-    def _reserved(self) -> int:
-        """Return the bytes of active downloads, and remove those of killed processes."""
-        total = 0
-        for directory in self._incoming.iterdir():
-            if not (match := RESERVATION_NAME.fullmatch(directory.name)):
-                continue
-            with held_lock(self._lock_of(match[1])) as lock:
-                if lock is not None:
-                    shutil.rmtree(directory, ignore_errors=True)
-                else:
-                    total += int(match[2])
-        return total
-
+from foundation.records import from_json
 
 CORPORA, COPIED_NAME = "corpora", "copied.json"
 OPEN_SECONDS = 600.0

@@ -18,14 +18,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
-from data_pipeline.corpora.fetch import (
-    NotFetchedError,
-    WritableStore,
-    fetch_file,
-    in_parallel,
-    size_problem,
-)
-from data_pipeline.corpora.stores import RetryPolicy, store_at
+from data_pipeline.corpora.fetch import NotFetchedError, fetch_file, in_parallel
+from data_pipeline.corpora.stores import store_at
+from data_pipeline.corpora.web_requests import RetryPolicy
+from data_pipeline.corpora.writable_store import WritableStore, size_problem
 from foundation.errors import CheckpointError
 from foundation.files import (
     Content,

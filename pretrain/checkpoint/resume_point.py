@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.corpora.fetch import NotFetchedError
-from data_pipeline.corpora.stores import RetryPolicy
+from data_pipeline.corpora.web_requests import RetryPolicy
 from foundation.errors import (
     CheckpointError,
     OtherVersionError,

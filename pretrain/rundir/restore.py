@@ -14,7 +14,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from data_pipeline.corpora.stores import RetryPolicy
+from data_pipeline.corpora.web_requests import RetryPolicy
 from foundation.errors import CheckpointError, ConfigError, UserError
 from foundation.files import make_directory, move, write_text
 from foundation.settings import load_config

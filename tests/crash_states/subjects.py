@@ -18,11 +18,11 @@ from unittest import mock
 
 import pretrain.run as run_module
 import pretrain.rundir.run_dir as run_dir_module
-from data_pipeline.builder import parts
+from data_pipeline.builder import parallel_build as parts
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
-from data_pipeline.corpora.fetch import WritableStore
-from data_pipeline.corpora.stores import RetryPolicy, StoreError
+from data_pipeline.corpora.web_requests import RetryPolicy, StoreError
+from data_pipeline.corpora.writable_store import WritableStore
 from foundation.files import Content
 from foundation.settings import load_config, to_tree
 from pretrain.checkpoint import object_store

@@ -24,8 +24,10 @@ from data_pipeline.config import CacheConfig, CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import HASH_BYTES, HEADER_BYTES, lengths_content
 from data_pipeline.corpora.manifest import read_manifest
-from data_pipeline.corpora.remote_corpus import CachedShards, ShardCache, local_corpus_directory
-from data_pipeline.corpora.stores import RetryPolicy, store_at
+from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
+from data_pipeline.corpora.shard_cache import ShardCache
+from data_pipeline.corpora.stores import store_at
+from data_pipeline.corpora.web_requests import RetryPolicy
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture, open_training_data
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, fingerprint_of

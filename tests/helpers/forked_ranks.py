@@ -21,7 +21,7 @@ from pretrain.rundir.exit_statuses import EXIT_STOPPED
 IMPORTED = [
     "deepspeed", "pretrain.run", "pretrain.commands.train", "pretrain.engines.deepspeed_engine",
     "torch._inductor.compile_fx", "streaming", "webdataset.writer",
-    "data_pipeline.builder.parts", "data_pipeline.cli",
+    "data_pipeline.builder.parallel_build", "data_pipeline.cli",
 ]  # fmt: skip
 # How long the others may run after a rank failed: they may wait for it forever.
 GRACE_SECONDS = 60.0

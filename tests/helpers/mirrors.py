@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from data_pipeline.corpora.stores import RetryPolicy
+from data_pipeline.corpora.web_requests import RetryPolicy
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.mirror import Publication, Upload
 from pretrain.checkpoint.object_store import ObjectStore

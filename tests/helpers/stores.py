@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from data_pipeline.corpora.stores import RetryPolicy
+from data_pipeline.corpora.web_requests import RetryPolicy
 
 FAULTS = ("truncate", "reset", "stall", "500", "flip")
 QUICK = RetryPolicy(attempts=3, timeout=0.4, pause=0.01, bytes_per_second=1e6)

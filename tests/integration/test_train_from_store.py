@@ -13,7 +13,7 @@ import pytest
 
 from data_pipeline.corpora import manifest
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.remote_corpus import GIB
+from data_pipeline.corpora.shard_cache import GIB
 from foundation import files
 from pretrain.cli import main as pretrain
 from pretrain.recovery.faults import VARIABLE

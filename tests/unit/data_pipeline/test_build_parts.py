@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.builder.parts import build_in_processes, build_part, merge_parts, parts_directory
+from data_pipeline.builder.parallel_build import (
+    build_in_processes,
+    build_part,
+    merge_parts,
+    parts_directory,
+)
 from data_pipeline.cli import main
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CorpusConfig, TokenizerConfig
@@ -110,7 +115,7 @@ def test_processes_killed_in_the_merge_resume(tmp_path, monkeypatch, tokenizer):
         os.rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_pipeline.builder.parts.move", failing)
+        patch.setattr("data_pipeline.builder.parallel_build.move", failing)
         with pytest.raises(KeyboardInterrupt):
             build_in_processes(config, 2)
     build_in_processes(config, 2)
@@ -139,7 +144,7 @@ def test_processes_resume_only_with_the_text_and_settings_they_started_with(tmp_
         raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_pipeline.builder.parts._run_parts", stop)
+        patch.setattr("data_pipeline.builder.parallel_build._run_parts", stop)
         with pytest.raises(Stopped):  # the tokenizer is trained, no part has started
             build_in_processes(config, 2)
     other = replace(config, tokenizer=TokenizerConfig(kind="bpe", vocab_size=400))

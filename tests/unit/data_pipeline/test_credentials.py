@@ -12,7 +12,8 @@ from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig, MixturePart
 from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest
 from data_pipeline.corpora.manifest import Manifest, ShardInfo
-from data_pipeline.corpora.stores import redirect_problem, store_at
+from data_pipeline.corpora.stores import store_at
+from data_pipeline.corpora.web_requests import redirect_problem
 from foundation.errors import ConfigError, DataError, UserError
 from foundation.settings import parse_config
 from pretrain.config.cluster import ClusterConfig

@@ -20,7 +20,8 @@ from data_pipeline.corpora.fetch import (
     fetch_tokenizer,
 )
 from data_pipeline.corpora.manifest import mismatch
-from data_pipeline.corpora.stores import RetryPolicy, store_at
+from data_pipeline.corpora.stores import store_at
+from data_pipeline.corpora.web_requests import RetryPolicy
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import DataError
 from foundation.files import sha256_of

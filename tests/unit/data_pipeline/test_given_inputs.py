@@ -24,7 +24,7 @@ import pytest
 from data_pipeline.builder import build_corpus as builder
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.builder.documents import read_documents
-from data_pipeline.builder.parts import build_in_processes
+from data_pipeline.builder.parallel_build import build_in_processes
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.tokenizer import Tokenizer

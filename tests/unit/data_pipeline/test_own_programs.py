@@ -29,7 +29,7 @@ def test_the_processes_of_a_build_do_not_import_from_the_working_directory(tmp_p
     code = (
         "import sys; sys.path.remove('')\n"
         "import multiprocessing, os\n"
-        "from data_pipeline.builder import parts\n"
+        "from data_pipeline.builder import parallel_build as parts\n"
         "context = multiprocessing.get_context('forkserver')\n"
         "context.set_forkserver_preload(['hostile'])\n"
         "parts._start_server()\n"

@@ -16,12 +16,8 @@ from data_pipeline.cli import main
 from data_pipeline.config import CacheConfig, MixturePart
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import read_manifest
-from data_pipeline.corpora.remote_corpus import (
-    GIB,
-    CachedShards,
-    ShardCache,
-    local_corpus_directory,
-)
+from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
+from data_pipeline.corpora.shard_cache import GIB, ShardCache
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.lane_stream import EvaluationStream, LaneStream
 from data_pipeline.lanes.mixture import open_training_data

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import CacheConfig
-from data_pipeline.corpora.remote_corpus import GIB, CacheFullError, ShardCache
-from data_pipeline.corpora.stores import RetryPolicy, store_at
+from data_pipeline.corpora.shard_cache import GIB, CacheFullError, ShardCache
+from data_pipeline.corpora.stores import store_at
+from data_pipeline.corpora.web_requests import RetryPolicy
 from foundation.errors import DataError
 from tests.helpers.corpora import write_numbered_corpus
 from tests.helpers.jobs import until

@@ -15,7 +15,12 @@ import numpy as np
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus, result_of
-from data_pipeline.builder.parts import build_in_processes, build_part, merge_parts, parts_directory
+from data_pipeline.builder.parallel_build import (
+    build_in_processes,
+    build_part,
+    merge_parts,
+    parts_directory,
+)
 from data_pipeline.cli import main
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.config import CorpusConfig, TokenizerConfig
@@ -110,7 +115,7 @@ def test_a_build_killed_in_any_phase_resumes_to_the_same_bytes(whole, tmp_path, 
     killed = replace(whole, output=tmp_path / "killed")
     parts = parts_directory(killed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["data_pipeline.builder.parts", "streaming"])
+    context.set_forkserver_preload(["data_pipeline.builder.parallel_build", "streaming"])
     generator = random.Random(pattern)
     kills = 0
     for target in (1, 2, 5):
@@ -141,11 +146,11 @@ class Stopped(BaseException):
 @pytest.mark.parametrize(
     "moment",
     [
-        "data_pipeline.builder.parts.shuffle_one",
+        "data_pipeline.builder.parallel_build.shuffle_one",
         "data_pipeline.builder.shuffle.SplitWriter.finish",
         "data_pipeline.builder.shuffle.BuildJournal.finish",
-        "data_pipeline.builder.parts._merge_split",
-        "data_pipeline.builder.parts._remove_parts",
+        "data_pipeline.builder.parallel_build._merge_split",
+        "data_pipeline.builder.parallel_build._remove_parts",
     ],
 )
 def test_a_build_stopped_at_a_phase_resumes_with_others(whole, tmp_path, monkeypatch, moment):
@@ -180,7 +185,9 @@ def test_a_full_disk_is_one_line_in_both_phases(whole, tmp_path, monkeypatch, ca
     assert "00000.run: " in error
     assert len(list(parts_directory(replace(whole, output=output)).glob("**/*.tmp"))) == 0
     with monkeypatch.context() as patched:
-        patched.setattr("data_pipeline.builder.parts.shuffle_one", lambda *arguments: 1 / 0)
+        patched.setattr(
+            "data_pipeline.builder.parallel_build.shuffle_one", lambda *arguments: 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             main(arguments)
     with full_disk(3_000):

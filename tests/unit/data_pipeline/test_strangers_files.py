@@ -23,7 +23,8 @@ from data_pipeline.builder.sources import list_sources
 from data_pipeline.cli import main
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.corpora.stores import RetryPolicy, StoreError, store_at
+from data_pipeline.corpora.stores import store_at
+from data_pipeline.corpora.web_requests import RetryPolicy, StoreError
 from data_pipeline.shards.mds import InvalidShard
 from data_pipeline.shards.wds import read_layout
 from data_pipeline.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-from data_pipeline.corpora.fetch import WritableStore
+from data_pipeline.corpora.writable_store import WritableStore
 from foundation.errors import CheckpointError, ConfigError, DataError
 from foundation.files import Content, content_of, write_text
 from pretrain.checkpoint import object_store

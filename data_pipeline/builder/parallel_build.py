@@ -331,7 +331,7 @@ def _processes(
     # Forked from a server that has imported the slow modules and has no threads: forking this
     # process, which may have some, could deadlock.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["data_pipeline.builder.parts", "streaming"])
+    context.set_forkserver_preload(["data_pipeline.builder.parallel_build", "streaming"])
     _start_server()
     running = {}
     try:
