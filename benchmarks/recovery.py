@@ -26,7 +26,8 @@ from benchmarks.texts import standard_library, write_jsonl
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import LaneStream, SegmentBatch
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.config.run import (
     DataConfig,
     EngineConfig,

@@ -18,11 +18,11 @@ COMMANDS = {
         "explain the settings of a corpus file: default, allowed values, meaning",
     ),
     "verify": (
-        "data_pipeline.commands.verify:verify",
+        "data_pipeline.commands.verify",
         "read every byte of a corpus and compare it with the manifest",
     ),
     "inspect": (
-        "data_pipeline.commands.verify:inspect",
+        "data_pipeline.commands.inspect",
         "show sizes, tokenizer, a sample of the text, and how even the lanes are",
     ),
     "audit": (

@@ -12,13 +12,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from data_pipeline.config import LARGEST_VOCABULARY, TokenizerKind
-from data_pipeline.vocabularies.built_in import (
-    ByteValues,
-    Characters,
-    UnknownTokens,
-    Words,
-    normalized,
-)
+from data_pipeline.vocabularies.built_in import ByteValues, Characters, UnknownTokens
 from data_pipeline.vocabularies.confined import ConfinedVocabulary
 from data_pipeline.vocabularies.vocabulary import (
     LARGEST_MODEL_BYTES,
@@ -26,6 +20,7 @@ from data_pipeline.vocabularies.vocabulary import (
     UnencodableText,
     Vocabulary,
 )
+from data_pipeline.vocabularies.words import Words, normalized_words
 from foundation.errors import DataError
 from foundation.files import (
     GIT_LFS_POINTER,
@@ -170,7 +165,7 @@ class Tokenizer:
 
     def normalized(self, text: str) -> str:
         """Return what a round trip should give: the text, or with words one space between them."""
-        return normalized(text) if isinstance(self.vocabulary, Words) else text
+        return normalized_words(text) if isinstance(self.vocabulary, Words) else text
 
     def leaves_out_end_of(self, text: str) -> bool:
         """Whether `encode` leaves out the end of a text, for which `end_id` stands."""

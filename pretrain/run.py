@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from data_pipeline.lanes.lane_stream import LaneStream, Prefetcher
+from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
+from data_pipeline.lanes.prefetcher import Prefetcher
 from foundation.errors import CheckpointError, UnreadableError
 from foundation.files import make_directory
 from foundation.retry import Patience, outlast

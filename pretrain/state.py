@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from data_pipeline.lanes.lane_stream import LaneCursor, SegmentBatch
+from data_pipeline.lanes.segment_batch import LaneCursor, SegmentBatch
 from pretrain.model.memory import Memory, MemoryLayout
 
 

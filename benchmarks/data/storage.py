@@ -20,7 +20,8 @@ from data_pipeline.corpora.manifest import ShardInfo
 from data_pipeline.corpora.remote_corpus import CachedShards
 from data_pipeline.corpora.shard_cache import ShardCache
 from data_pipeline.corpora.stores import store_at
-from data_pipeline.lanes.lane_stream import LaneStream, Prefetcher
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.prefetcher import Prefetcher
 
 WAIT_GOAL = 0.01  # fraction of the time
 BLOCK_BYTES = 1 << 14

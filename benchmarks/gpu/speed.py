@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity
 from benchmarks.gpu.findings import Context, wait_for
 from benchmarks.gpu.gpt import GptTrainer, yardstick
 from benchmarks.gpu.training import Trainer, measured_run, one_rank
-from data_pipeline.lanes.lane_stream import Prefetcher
+from data_pipeline.lanes.prefetcher import Prefetcher
 from pretrain.config.devices import DEVICES, device_named
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import Footprint

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from benchmarks.scale.costs import RANKS, Cost
 from benchmarks.scale.instruments import counted_files
-from data_pipeline.lanes.lane_stream import LaneCursor
+from data_pipeline.lanes.segment_batch import LaneCursor
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import publish
 from pretrain.checkpoint.index import read_index

@@ -27,7 +27,7 @@ from data_pipeline.builder.build_tokenizer import (
 )
 from data_pipeline.builder.documents import read_documents, refuse_packed, stretches_of
 from data_pipeline.builder.given_tokenizer import given_tokenizer
-from data_pipeline.builder.journal import BuildJournal, check_recipe, claimed_output, is_finished
+from data_pipeline.builder.journal import BuildJournal, check_recipe, claimed_output, is_built
 from data_pipeline.builder.records import REJECTS_NAME, Document, Reject, RejectList, parts_of
 from data_pipeline.builder.round_trip import RoundTripCheck
 from data_pipeline.builder.sorted_runs import SortedRuns
@@ -125,7 +125,7 @@ def build_sources(
     assert is_part or not config.shuffles
     recipe = recipe_of(config, sources)
     with claimed_output(config.output) as output:
-        if is_finished(output):
+        if is_built(output):
             check_recipe(output, recipe)
             return result_of(output, was_finished=True)
         if not is_part:

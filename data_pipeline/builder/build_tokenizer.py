@@ -23,11 +23,8 @@ from data_pipeline.tokenizer import (
     TRAITS,
     Tokenizer,
 )
-from data_pipeline.vocabularies.built_in import (
-    END_TOKEN,
-    most_frequent_bytes,
-    most_frequent_words,
-)
+from data_pipeline.vocabularies.built_in import most_frequent_bytes
+from data_pipeline.vocabularies.words import END_TOKEN, most_frequent_words
 from foundation.errors import ConfigError, DataError
 from foundation.settings import assert_never
 

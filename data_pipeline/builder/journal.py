@@ -161,7 +161,7 @@ def claimed_output(output: Path, parts: Sequence[Path] = ()) -> Iterator[Path]:
     """
     check_is_free(output)
     directory = output / BUILD_DIRECTORY
-    if is_finished(output):
+    if is_built(output):
         shutil.rmtree(output / DONE_DIRECTORY, ignore_errors=True)
         yield output
         return
@@ -204,7 +204,7 @@ def check_is_free(output: Path) -> None:
     if not nearest.is_dir():
         inside = "" if nearest == output else f" lies in {nearest}, which"
         raise ConfigError(f"output {output}{inside} is a file; give a directory")
-    has_build = (output / BUILD_DIRECTORY).exists() or is_finished(output)
+    has_build = (output / BUILD_DIRECTORY).exists() or is_built(output)
     if output.exists() and any(output.iterdir()) and not has_build:
         raise ConfigError(
             f"output {output} is not empty and does not hold a corpus; choose a new directory"
@@ -217,7 +217,7 @@ def remove_leftovers(directory: Path) -> None:
         path.unlink()
 
 
-def is_finished(output: Path) -> bool:
+def is_built(output: Path) -> bool:
     """Whether a build in `output` was finished."""
     return (
         (output / "train" / MANIFEST_NAME).exists()

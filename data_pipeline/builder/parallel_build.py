@@ -45,7 +45,7 @@ from data_pipeline.builder.journal import (
     check_is_free,
     check_recipe,
     claimed_output,
-    is_finished,
+    is_built,
     is_started,
 )
 from data_pipeline.builder.records import REJECTS_NAME
@@ -55,8 +55,8 @@ from data_pipeline.builder.split_writer import (
     Reading,
     Sources,
     check_sources,
-    joined,
     splits_of_build,
+    sum_of_readings,
 )
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.lengths import files_of, lengths_beside
@@ -115,7 +115,7 @@ def build_part(
             "corpus built from a sample of the text"
         )
     sources = list_all_sources(config, report)
-    if is_finished(config.output):  # an array job's task was requeued after the merge
+    if is_built(config.output):  # an array job's task was requeued after the merge
         check_recipe(config.output, _merged_recipe(config, sources, num_parts))
         return result_of(config.output, was_finished=True)
     if not is_checked:
@@ -152,7 +152,7 @@ def shuffle_one(config: CorpusConfig, part: int, num_parts: int, report: Report)
 
 def can_shuffle(config: CorpusConfig, num_parts: int) -> bool:
     """Whether documents are to be shuffled and all parts are there."""
-    return config.shuffles and all(map(is_finished, part_directories(config, num_parts)))
+    return config.shuffles and all(map(is_built, part_directories(config, num_parts)))
 
 
 def merge_parts(
@@ -164,7 +164,7 @@ def merge_parts(
     """
     sources = list_all_sources(config)
     recipe = _merged_recipe(config, sources, num_parts)
-    if is_finished(config.output):
+    if is_built(config.output):
         with claimed_output(config.output):  # removes what a kill at the very end has left
             check_recipe(config.output, recipe)
         _remove_parts(config)
@@ -203,7 +203,7 @@ def _check_parts(config: CorpusConfig, sources: Sources, num_parts: int) -> None
         config = replace(config, tokenizer=replace(config.tokenizer, path=trained))
     for part, part_sources in enumerate(sources_of_parts(sources, num_parts), 1):
         directory = _directory(config, part, num_parts)
-        if not is_finished(directory):
+        if not is_built(directory):
             raise DataError(
                 f"part {part} of {num_parts} is not finished; "
                 f"run `build --part {part}/{num_parts}` first"
@@ -270,7 +270,7 @@ def build_in_processes(
     """
     sources = list_all_sources(config, report)
     num_parts = min(processes, len(sources))
-    if is_finished(config.output):
+    if is_built(config.output):
         return merge_parts(config, num_parts)
     check_sources(config, sources)
     check_output(config, sources, num_parts)
@@ -319,7 +319,7 @@ def _run_parts(task: Task, config: CorpusConfig, num_parts: int, report: Report)
                     continue
                 readings[part] = message
             if len(readings) == num_parts:
-                report(joined(readings.values(), time.monotonic() - started))
+                report(sum_of_readings(readings.values(), time.monotonic() - started))
     return None
 
 

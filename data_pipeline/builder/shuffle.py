@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.builder.journal import BuildJournal, claimed_output, is_finished
+from data_pipeline.builder.journal import BuildJournal, claimed_output, is_built
 from data_pipeline.builder.sorted_runs import DOCUMENT_BYTES, NUM_KEYS, Run
 from data_pipeline.builder.split_writer import CorpusShards, EncodedDocument, Progress, SplitWriter
 from data_pipeline.config import CorpusConfig
@@ -34,7 +34,7 @@ def shuffle_part(
 ) -> None:
     """Write stretch `number`, from 1 on, of the shuffled documents of all `parts`, or resume it."""
     with claimed_output(parts[number - 1] / SHUFFLED) as output:
-        if is_finished(output):  # before the manifests of all parts are read: merging asks each
+        if is_built(output):  # before the manifests of all parts are read: merging asks each
             return
         manifests = [read_manifest(part / TRAIN) for part in parts]
         buckets = _num_buckets(manifests, config.shuffle_bytes)

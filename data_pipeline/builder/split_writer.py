@@ -292,7 +292,7 @@ def _amount(count: float) -> str:
     return f"{count / 1e3:.1f}k" if count < 1e6 else f"{count / 1e6:,.1f}M"
 
 
-def joined(readings: Iterable[Reading], seconds: float) -> Reading:
+def sum_of_readings(readings: Iterable[Reading], seconds: float) -> Reading:
     """Return the sums of the readings of several processes, after `seconds`."""
     rows = list(readings)
     names = [field.name for field in fields(Reading) if field.name != "seconds"]

@@ -18,7 +18,7 @@ from data_pipeline.builder.parallel_build import (
 from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.copies import copied_documents
-from data_pipeline.corpora.corpus import corpus_hash
+from data_pipeline.corpora.corpus_identity import corpus_hash
 from foundation.cli import check_least
 from foundation.errors import ConfigError
 from foundation.progress import StatusLine

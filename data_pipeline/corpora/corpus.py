@@ -1,20 +1,7 @@
-"""One split of a built corpus, opened for reading. Shards are checked when they are first used.
-
-One hash of a whole corpus, for `data.manifest_hashes`: whoever names it trusts no store.
-
-A manifest has the hashes of its shards, of their documents' lengths and of the tokenizer, so the
-hash of a corpus' manifests covers every byte of all its splits.
-
-The tokenizer of a corpus, which must be the one that its manifests record.
-
-Token ids mean nothing without it. Another tokenizer of the same kind and size would fit everywhere,
-and give other texts, prompts and bits per byte.
-"""
+"""One split of a built corpus, opened for reading. Shards are checked when they are first used."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 import threading
 from collections import OrderedDict
@@ -24,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.config import CacheConfig
+from data_pipeline.corpora.corpus_identity import check_tokenizer
 from data_pipeline.corpora.lengths import check_lengths_of, lengths_beside
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
-    SPLITS,
     TOKENIZER_DIRECTORY,
     Manifest,
     ShardInfo,
@@ -36,100 +23,12 @@ from data_pipeline.corpora.manifest import (
     open_shard,
     read_manifest,
 )
-from data_pipeline.corpora.remote_corpus import CachedShards, cached_shards, local_corpus_directory
+from data_pipeline.corpora.remote_corpus import CachedShards, cached_shards
 from data_pipeline.shards.shards import ShardReader
-from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, read_fingerprint
 from foundation.errors import DataError
-from foundation.files import path_below, path_text, settled_state
-from foundation.records import json_text
+from foundation.files import path_below, path_text
 
-VALIDATION = SPLITS[1]
-FINGERPRINTS_KEPT = 64
 OPEN_SHARDS = 16
-
-
-def split_hash(corpus: Path, split: str) -> str:
-    """Return the hash of a split's tokens; "" if the corpus has no such split."""
-    manifest = _manifest_of(corpus, split)
-    return manifest.hash if manifest else ""
-
-
-def corpus_hash(corpus: Path) -> str:
-    """Return the hash of all splits of the corpus in a directory; "" if it has none."""
-    manifests = {split: _manifest_of(corpus, split) for split in SPLITS}
-    hashes = {split: found.hash if found else "" for split, found in manifests.items()}
-    canonical = json_text(hashes, sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest() if any(hashes.values()) else ""
-
-
-def _manifest_of(corpus: Path, split: str) -> Manifest | None:
-    directory = corpus / split
-    return read_manifest(directory) if (directory / MANIFEST_NAME).exists() else None
-
-
-def pinned_directory(path: Path, cache: CacheConfig, hashes: Sequence[str]) -> Path:
-    """Return where to read the corpus at a path or URL.
-
-    DataError unless it has one of the hashes, if there are any. A URL's manifests and tokenizer
-    are fetched.
-    """
-    directory = local_corpus_directory(path, cache)
-    if hashes and (found := corpus_hash(directory)) not in hashes:
-        raise DataError(
-            f"{path_text(path)} has manifest_hash {found[:16] or '(no splits)'}, "
-            f"data.manifest_hashes expects {', '.join(each[:16] for each in hashes)}: its training "
-            "or validation split is another; restore it, or add the hash that `data-pipeline "
-            "inspect` shows if it may be trusted"
-        )
-    return directory
-
-
-def tokenizer_of(corpus: Path) -> Tokenizer:
-    """Return the tokenizer of a corpus, or of an export, which has no splits to compare it with.
-
-    DataError unless it is the one of each split.
-    """
-    splits = [corpus / split for split in SPLITS if (corpus / split / MANIFEST_NAME).exists()]
-    manifests = {split: read_manifest(split) for split in splits}
-    for split, manifest in manifests.items():
-        check_tokenizer(split, manifest.tokenizer)
-    tokenizer = Tokenizer.load(corpus / TOKENIZER_DIRECTORY)
-    for split, manifest in manifests.items():
-        found = (manifest.vocab_size, manifest.end_id)
-        if found != (tokenizer.vocab_size, tokenizer.end_id):
-            raise DataError(
-                f"{split / MANIFEST_NAME} has {found[0]} tokens of which {found[1]} ends a "
-                f"document, its tokenizer {tokenizer.vocab_size} and {tokenizer.end_id}; build "
-                "the corpus again"
-            )
-    return tokenizer
-
-
-def check_tokenizer(split: Path, expected: str) -> None:
-    """Raise DataError unless the tokenizer beside `split` has the fingerprint that it records.
-
-    A corpus without a tokenizer can be trained on; what needs the tokenizer says that it is gone.
-    """
-    directory = split.parent / TOKENIZER_DIRECTORY
-    if directory.exists() and (found := _fingerprint_in(directory)) != expected:
-        raise DataError(
-            f"tokenizer {directory} has fingerprint {found[:16]}, {split / MANIFEST_NAME} expects "
-            f"{expected[:16]}; restore the tokenizer that the corpus was built with, or build the "
-            "corpus again"
-        )
-
-
-def _fingerprint_in(directory: Path) -> str:
-    """Return a tokenizer's fingerprint; a process hashes its files once, unless they change."""
-    files = [directory / name for name in (DESCRIPTION_NAME, MODEL_NAME)]
-    states = tuple(settled_state(path) for path in files if path.exists())
-    read = _read_once if all(states) else _read_once.__wrapped__
-    return read(directory.absolute(), states)
-
-
-@functools.lru_cache(maxsize=FINGERPRINTS_KEPT)
-def _read_once(directory: Path, states: tuple[object, ...]) -> str:
-    return read_fingerprint(directory)
 
 
 class LocalShards:

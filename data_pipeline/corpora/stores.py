@@ -45,7 +45,7 @@ def store_at(url: str, retry_policy: RetryPolicy | None = None) -> Store:
     scheme = url.partition("://")[0]
     if scheme not in WEB + OBJECT_STORES:
         raise DataError(_unknown_scheme(url, WEB + OBJECT_STORES))
-    store = WebStore if scheme in WEB else ObjectStore
+    store = WebStore if scheme in WEB else CloudStore
     return store(url.rstrip("/"), retry_policy or RetryPolicy())
 
 
@@ -89,7 +89,7 @@ class WebStore:
             return ""
 
 
-class ObjectStore:
+class CloudStore:
     """Any store that mosaicml-streaming has a downloader for.
 
     Credentials and endpoint come from the environment, as its documentation describes.
@@ -127,7 +127,7 @@ class ObjectStore:
             return ""
 
 
-Store = WebStore | ObjectStore
+Store = WebStore | CloudStore
 
 
 @contextlib.contextmanager

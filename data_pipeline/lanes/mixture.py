@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.config import CacheConfig, MixturePart
-from data_pipeline.corpora.corpus import Corpus, pinned_directory, tokenizer_of
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.corpus_identity import pinned_directory, tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY, Manifest
-from data_pipeline.lanes.lane_plan import LanePlan, key_of, permutation
+from data_pipeline.lanes.lane_plan import LanePlan
+from data_pipeline.lanes.random_order import key_of, permutation
 from data_pipeline.lanes.segment_batch import LaneCursor
 from data_pipeline.shards.shards import ShardReader
 from foundation.errors import ConfigError, DataError, named_setting

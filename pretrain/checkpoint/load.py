@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.lanes.lane_stream import LaneCursor
+from data_pipeline.lanes.segment_batch import LaneCursor
 from foundation.errors import CheckpointError
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.index import Checkpoint

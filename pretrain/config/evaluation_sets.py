@@ -55,7 +55,7 @@ def splits_of_sets(run: RunConfig) -> dict[str, Path]:
     than the run's corpus: a loss per token says nothing then. Fetches manifests and tokenizers of
     URLs.
     """
-    from data_pipeline.corpora.corpus import pinned_directory  # late: the object stores
+    from data_pipeline.corpora.corpus_identity import pinned_directory
 
     found: dict[str, Path] = {}
     if not (sets := evaluation_sets(run)):

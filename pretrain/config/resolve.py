@@ -24,7 +24,7 @@ def resolve(config: RunConfig) -> RunConfig:
     Reads no shard: every rank does this for all lanes, and reads its own later.
     """
     # Imported late: commands that only estimate costs need no numpy.
-    from data_pipeline.corpora.corpus import tokenizer_of
+    from data_pipeline.corpora.corpus_identity import tokenizer_of
     from data_pipeline.lanes.lane_plan import check_lanes
     from data_pipeline.lanes.mixture import open_training_data, plan_of
 

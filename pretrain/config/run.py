@@ -182,7 +182,7 @@ class DataConfig:
         """
         if url_of(self.path) is None and not self.manifest_hashes:
             return self.path
-        from data_pipeline.corpora.corpus import pinned_directory
+        from data_pipeline.corpora.corpus_identity import pinned_directory
 
         return pinned_directory(self.path, self.cache, self.manifest_hashes)
 

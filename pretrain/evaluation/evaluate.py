@@ -18,13 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.corpora.corpus import Corpus, tokenizer_of
-from data_pipeline.lanes.lane_stream import (
-    EvaluationStream,
-    SegmentBatch,
-    evaluated_lanes,
-    useful_lanes,
-)
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.corpus_identity import tokenizer_of
+from data_pipeline.lanes.evaluation_stream import EvaluationStream, evaluated_lanes, useful_lanes
+from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.distributed.collectives import sum_over_ranks
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Scorer, batch_tensors

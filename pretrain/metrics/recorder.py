@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.lanes.lane_stream import Prefetcher
+from data_pipeline.lanes.prefetcher import Prefetcher
 from foundation.files import sync_file
 from foundation.retry import outlast
 from pretrain.config.devices import DEVICES, device_named

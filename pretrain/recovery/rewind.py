@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from data_pipeline.lanes.lane_stream import SegmentBatch
+from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.errors import TrainingError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.facts import Past

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
-from data_pipeline.corpora.corpus import VALIDATION, corpus_hash, split_hash, tokenizer_of
+from data_pipeline.corpora.corpus_identity import VALIDATION, corpus_hash, split_hash, tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from foundation.errors import DataError

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_pipeline.config import CacheConfig
-from data_pipeline.corpora.corpus import tokenizer_of
+from data_pipeline.corpora.corpus_identity import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
 from foundation.errors import CheckpointError, ConfigError, DataError, named_setting

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data_pipeline.lanes.lane_stream import SegmentBatch
+from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.run import build_engine

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from data_pipeline.lanes.lane_stream import SegmentBatch
+from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.settings import parse_config
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import destroy_process_group, init_world

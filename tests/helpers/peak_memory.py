@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data_pipeline.lanes.lane_stream import SegmentBatch
+from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.settings import parse_config
 from pretrain.config.run import DataConfig, ModelConfig, RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
+from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture
+from data_pipeline.lanes.segment_batch import LaneCursor
 from foundation.settings import load_config
 from pretrain.checkpoint.verify import verify
 from pretrain.cli import main

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import EvaluationStream, useful_lanes
+from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
 from pretrain.config.model import ModelConfig
 from pretrain.engines.engine import batch_tensors
 from pretrain.evaluation.probes.document_position import bins_of, first_distances

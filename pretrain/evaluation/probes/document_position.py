@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import SegmentBatch
+from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.model import ModelConfig
 from pretrain.engines.engine import Scorer

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import EvaluationStream
+from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from foundation.settings import assert_never

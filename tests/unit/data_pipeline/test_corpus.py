@@ -10,7 +10,8 @@ import pytest
 from data_pipeline.builder.build_tokenizer import train_tokenizer
 from data_pipeline.cli import main
 from data_pipeline.commands.verify import verify_split
-from data_pipeline.corpora.corpus import Corpus, tokenizer_of
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.corpus_identity import tokenizer_of
 from data_pipeline.corpora.manifest import (
     TOKENIZER_DIRECTORY,
     FileState,
@@ -18,7 +19,8 @@ from data_pipeline.corpora.manifest import (
     ShardInfo,
     file_state,
 )
-from data_pipeline.lanes.lane_stream import EvaluationStream, LaneStream
+from data_pipeline.lanes.evaluation_stream import EvaluationStream
+from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.tokenizer import Tokenizer, read_fingerprint
 from foundation import files
 from foundation.errors import DataError
@@ -96,7 +98,7 @@ def test_a_process_hashes_a_tokenizer_once_until_it_changes(tmp_path, monkeypatc
     corpus = make_tiny_corpus(tmp_path / "corpus", documents=30, vocabulary="unigram")
     monkeypatch.setattr(files, "SETTLED_NS", 0)
     reads: list[Path] = []
-    counted = "data_pipeline.corpora.corpus.read_fingerprint"
+    counted = "data_pipeline.corpora.corpus_identity.read_fingerprint"
     monkeypatch.setattr(counted, lambda path: reads.append(path) or read_fingerprint(path))
     for split in ("train", "validation") * 2:
         Corpus.open(corpus / split)

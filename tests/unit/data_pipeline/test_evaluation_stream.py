@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import EvaluationStream, evaluated_lanes, useful_lanes
+from data_pipeline.lanes.evaluation_stream import EvaluationStream, evaluated_lanes, useful_lanes
 from tests.helpers.corpora import write_numbered_corpus
 
 LENGTHS = np.random.default_rng(1).integers(1, 60, (4, 17)).tolist()

@@ -3,14 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data_pipeline.lanes.lane_plan import (
-    LanePlan,
-    check_lanes,
-    comfortable_lanes,
-    key_of,
-    permutation,
-    sort_order,
-)
+from data_pipeline.lanes.lane_plan import LanePlan, check_lanes, comfortable_lanes
+from data_pipeline.lanes.random_order import key_of, permutation, sort_order
 from foundation.errors import DataError
 
 

@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_plan import key_of, permutation, sort_order
-from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream, Prefetcher, SegmentBatch
+from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture
+from data_pipeline.lanes.prefetcher import Prefetcher
+from data_pipeline.lanes.random_order import key_of, permutation, sort_order
+from data_pipeline.lanes.segment_batch import LaneCursor, SegmentBatch
 from tests.helpers.corpora import write_numbered_corpus
 
 Shards = list[list[int]]  # lengths of the documents of each shard

@@ -10,7 +10,9 @@ import pytest
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes import lane_stream
-from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream, Prefetcher
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.prefetcher import Prefetcher
+from data_pipeline.lanes.segment_batch import LaneCursor
 from foundation.errors import ConfigError, DataError
 from tests.helpers.corpora import write_numbered_corpus
 from tests.helpers.jobs import until
@@ -169,7 +171,7 @@ def test_waiting_is_measured_and_closing_stops_a_waiting_reader():
 
 
 def test_closing_does_not_wait_for_a_reader_that_a_store_blocks(monkeypatch):
-    monkeypatch.setattr("data_pipeline.lanes.lane_stream.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("data_pipeline.lanes.prefetcher.CLOSE_SECONDS", 0.05)
     never = threading.Event()
 
     def stuck():

@@ -11,7 +11,8 @@ import pytest
 from data_pipeline.commands.verify import verify_split
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import write_lengths
-from data_pipeline.lanes.lane_stream import EvaluationStream, LaneStream
+from data_pipeline.lanes.evaluation_stream import EvaluationStream
+from data_pipeline.lanes.lane_stream import LaneStream
 from foundation.errors import DataError
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import FileServer

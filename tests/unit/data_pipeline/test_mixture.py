@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from data_pipeline.cli import main
 from data_pipeline.config import CacheConfig, MixturePart
-from data_pipeline.corpora.corpus import Corpus, corpus_hash
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.corpora.corpus_identity import corpus_hash
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import Mixture, open_mixture, open_training_data, plan_of
 from foundation.errors import ConfigError, DataError

@@ -19,7 +19,8 @@ from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import CachedShards, local_corpus_directory
 from data_pipeline.corpora.shard_cache import GIB, ShardCache
 from data_pipeline.corpora.stores import store_at
-from data_pipeline.lanes.lane_stream import EvaluationStream, LaneStream
+from data_pipeline.lanes.evaluation_stream import EvaluationStream
+from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from foundation.errors import DataError
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
-from data_pipeline.commands.verify import describe_split, verify_split
+from data_pipeline.commands.inspect import describe_split
+from data_pipeline.commands.verify import verify_split
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.lengths import write_lengths
 from data_pipeline.corpora.manifest import read_manifest

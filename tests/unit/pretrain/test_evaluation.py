@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import EvaluationStream
+from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from pretrain.config.run import DataConfig, ModelConfig, PhaseConfig, RunConfig

@@ -25,7 +25,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.lane_stream import LaneCursor, LaneStream
+from data_pipeline.lanes.lane_stream import LaneStream
+from data_pipeline.lanes.segment_batch import LaneCursor
 from foundation.errors import TrainingError
 from foundation.files import atomic_write
 from pretrain.checkpoint import directory as files

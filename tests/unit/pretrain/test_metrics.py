@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data_pipeline.lanes.lane_stream import Prefetcher
+from data_pipeline.lanes.prefetcher import Prefetcher
 from foundation.retry import Patience, StorageError
 from pretrain.cli import main
 from pretrain.config.run import (

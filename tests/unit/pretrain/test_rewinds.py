@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_pipeline.corpora.corpus import corpus_hash
+from data_pipeline.corpora.corpus_identity import corpus_hash
 from foundation.errors import CheckpointError, DataError, TrainingError
 from pretrain.checkpoint import checkpointer
 from pretrain.checkpoint.directory import rank_file, step_directory, steps_on_disk
