@@ -36,6 +36,9 @@ TokenizerKind = Literal[BuiltTokenizer, "sentencepiece", "huggingface", "tiktoke
 
 SMALLEST_VOCABULARY = 300  # the 256 bytes and a few pieces
 LARGEST_VOCABULARY = 1 << 24
+MOST_LANES = 1 << 17
+MOST_ROWS = 1 << 20  # of a segment or a memory
+LARGEST_SEED = (1 << 63) - 1
 LARGEST_SHARD_BYTES = 1 << 31  # MDS stores offsets inside a shard in 32 bits
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -26,12 +26,12 @@ from foundation.files import (
     GIT_LFS_POINTER,
     atomic_write,
     make_directory,
-    read_json,
     read_regular,
+    read_value,
     write_json,
 )
-from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import assert_never
+from foundation.typed_values import Count, InvalidValue, Line, Sha256, between, from_tree, json_text
 
 DESCRIPTION_NAME = "tokenizer.json"
 MODEL_NAME = "tokenizer.model"
@@ -61,32 +61,54 @@ TRAITS: dict[TokenizerKind, TokenizerTraits] = {
 }
 
 
-def _vocabulary_of(kind: TokenizerKind, model: bytes, options: Fields) -> Vocabulary:
-    """Return what the tokens stand for; InvalidVocabulary or InvalidField if that is wrong."""
+@dataclass(frozen=True)
+class Description:
+    """What is stored of a tokenizer next to its model."""
+
+    kind: TokenizerKind
+    fingerprint: Sha256
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _EndToken:
+    end_token: Line
+
+
+@dataclass(frozen=True)
+class _Tiktoken:
+    end_token: Line
+    pattern: str
+    special_tokens: dict[str, Annotated[int, between(0, LARGEST_VOCABULARY - 1)]]
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    vocab_size: Count
+    end_id: Count
+
+
+def _vocabulary_of(kind: TokenizerKind, model: bytes, options: Mapping[str, Any]) -> Vocabulary:
+    """Return what the tokens stand for; InvalidVocabulary or InvalidValue if that is wrong."""
     match kind:
         case "unigram" | "bpe":
             return ConfinedVocabulary("sentencepiece", model, may_cut=kind == "bpe")
         case "sentencepiece":
-            end_token = options.text("end_token") if options.has("end_token") else ""
-            return ConfinedVocabulary(kind, model, may_cut=False, end_token=end_token)
+            end = from_tree(_EndToken, {"end_token": "", **options}, is_open=True)
+            return ConfinedVocabulary(kind, model, may_cut=False, **vars(end))
         case "huggingface":
-            return ConfinedVocabulary(kind, model, end_token=options.text("end_token"))
+            return ConfinedVocabulary(kind, model, **vars(from_tree(_EndToken, options)))
         case "tiktoken":
-            return ConfinedVocabulary(
-                kind,
-                model,
-                pattern=options.any_text("pattern"),
-                special_tokens=options.integers_by_name("special_tokens", LARGEST_VOCABULARY - 1),
-                end_token=options.text("end_token"),
-            )
+            return ConfinedVocabulary(kind, model, **vars(from_tree(_Tiktoken, options)))
         case "words":
-            return Words(model, options.text("end_token"))
+            return Words(model, from_tree(_EndToken, options).end_token)
         case "characters":
             return Characters(model)
         case "bytes":
             return ByteValues()
         case "unknown":
-            return UnknownTokens(options.integer("vocab_size"), options.integer("end_id"))
+            unknown = from_tree(_Unknown, options)
+            return UnknownTokens(unknown.vocab_size, unknown.end_id)
         case _:
             assert_never(kind)
 
@@ -107,8 +129,8 @@ class Tokenizer:
         self.options = dict(options or {})
         self.fingerprint = fingerprint_of(kind, model, self.options)
         try:
-            self.vocabulary = _vocabulary_of(kind, model, Fields(self.options, "options"))
-        except (InvalidVocabulary, InvalidField) as error:
+            self.vocabulary = _vocabulary_of(kind, model, self.options)
+        except (InvalidVocabulary, InvalidValue) as error:
             raise DataError(str(error)) from None
         self.vocab_size, self.end_id = self.vocabulary.vocab_size, self.vocabulary.end_id
         self.end_text = self.vocabulary.end_text
@@ -235,21 +257,15 @@ def fingerprint_of(kind: str, model: bytes, options: Mapping[str, Any] | None = 
     return hashlib.sha256(kind.encode() + b"\0" + named + model).hexdigest()
 
 
-def options_of(description: Fields) -> dict[str, Any]:
-    """Return the options of a description; InvalidField if they are no object."""
-    return description.tree("options") if description.has("options") else {}
-
-
 def read_saved(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
     """Return kind, model and options of what `save` wrote.
 
     DataError unless they match the description.
     """
     try:
-        description = Fields(read_json(path / DESCRIPTION_NAME))
-        kind = cast("TokenizerKind", description.choice("kind", get_args(TokenizerKind)))
-        expected = description.sha256("fingerprint")
-        options = options_of(description)
+        description = read_value(Description, path / DESCRIPTION_NAME, is_open=True)
+        kind, expected = description.kind, description.fingerprint
+        options = description.options
         model = b""
         if TRAITS[kind].has_model:
             model = read_regular(path / MODEL_NAME, LARGEST_MODEL_BYTES)
@@ -257,7 +273,7 @@ def read_saved(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
             raise ValueError(f"a tokenizer of kind {kind} has no {MODEL_NAME}, found one")
     except FileNotFoundError as error:
         raise DataError(f"{path} is not a tokenizer: {error.filename} is missing") from None
-    except (ValueError, InvalidField) as error:
+    except ValueError as error:
         raise DataError(f"{path / DESCRIPTION_NAME} is corrupted ({error}); restore it") from None
     found = fingerprint_of(kind, model, options)
     if found != expected:

@@ -36,8 +36,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from foundation.errors import ConfigError, UserError, exit_status_of
 from foundation.own_programs import versions
-from foundation.records import json_text
 from foundation.settings import Setting, settings_of, suggestion
+from foundation.typed_values import json_text
 from foundation.yaml_files import did_you_mean
 
 _OVERRIDES = "KEY=VALUE"

@@ -21,6 +21,9 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest 
 NO_PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 # Longer than a path that a person can read; a name of a file has at most 255 bytes.
+LONGEST_SHOWN = 60  # characters of a value in a message
+# Of characters: control, format (such as the order of writing), half ones, line ends.
+_UNPRINTABLE = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
 _LONG_WORD = re.compile(r"(\S{300})\S{100,}(\S{100})")
 # A disk or file server that fails, or is away for a while.
 STORAGE_FAILS = (
@@ -38,7 +41,7 @@ class UserError(Exception):
         super().__init__(redacted(message))
 
 
-class ConfigError(UserError):
+class ConfigError(UserError, ValueError):
     """A setting is missing, unknown, or contradicts another one."""
 
 
@@ -110,6 +113,30 @@ def printable(text: str) -> str:
         else ascii(character)[1:-1]
         for character in text
     )
+
+
+def is_one_line(text: str) -> bool:
+    """Whether a terminal shows the text on one line, without effects."""
+    if text.isascii():
+        return text.isprintable()  # the same, many times faster
+    return not any(unicodedata.category(character) in _UNPRINTABLE for character in text)
+
+
+def represented(value: object) -> str:
+    """Return `repr` of a value without secrets, or its type if it has none.
+
+    They are hidden here, because a URL that is cut short no longer shows where its password ends.
+    """
+    try:
+        return redacted(repr(value))
+    except (ValueError, RecursionError):  # an integer of 5,000 digits, a list in lists in lists
+        return f"of type {type(value).__name__}"
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: on one line, and at most 60 characters."""
+    text = represented(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def shown_id(name: str) -> str:

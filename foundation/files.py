@@ -1,33 +1,29 @@
-"""Files that are complete or absent, what survives a power failure, and paths that may be URLs.
+"""Files that are complete or absent, and what survives a power failure.
 
 A run, a corpus or an export is written through `atomic_write`, `append_whole`, `make_directory` and
 `move` alone: contents and names are on disk when they return, in this order.
-
-Also tables as CSV, many small files at once, and whether a file is as it was when it was parsed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
 import fcntl
 import hashlib
-import io
-import json
 import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from foundation.errors import ConfigError, DataError
-from foundation.records import json_text
+from foundation.paths import path_below
+from foundation.typed_values import Count, Sha256, from_json, json_text, parse_json
 
 HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of binary data that is read at once
@@ -37,10 +33,15 @@ LARGEST_LIST_BYTES = 1 << 26  # of a list, such as that of 100,000 shards of MDS
 LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to
 TAIL_BYTES = 1 << 16  # of a log, read from its end
 YAML_SUFFIXES = (".yaml", ".yml")
+SETTLED_NS = 100_000_000
+_NUM_THREADS = 32  # of `read_together`
+_FEW = 4  # files are not worth a thread
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # of `atomic_write`
 _TAIL_BYTES = 1 << 16  # in which a half line is looked for
-_URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
+
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -290,8 +291,8 @@ def sha256_of_file(file: BinaryIO) -> str:
 class Content:
     """What a file has to contain."""
 
-    bytes: int
-    sha256: str
+    bytes: Count
+    sha256: Sha256
 
     def mismatch(self, path: Path) -> str | None:
         """Return how the file differs; None if it does not."""
@@ -368,6 +369,11 @@ def read_json(path: Path, limit: int = SMALL_FILE_BYTES) -> Any:
     return parse_json(read_regular(path, limit))
 
 
+def read_value(kind: Any, path: Path, limit: int = SMALL_FILE_BYTES, **options: bool) -> Any:
+    """Return the value of the type in a JSON file, as `from_json`; ValueError as `read_json`."""
+    return from_json(kind, read_regular(path, limit), **options)
+
+
 def lines_of(path: Path, longest: int = LARGEST_LINE_BYTES, start: int = 0) -> Iterator[bytes]:
     """The lines, with their ends, of a file that others may have written; none without it.
 
@@ -407,62 +413,9 @@ def warn_of_lines(logger: logging.Logger, path: Path, what: str, numbers: Sequen
         logger.warning("%s: skipped what is not %s in line %s", path, what, ", ".join(shown))
 
 
-def parse_json(content: bytes | str, **options: Any) -> Any:
-    """Return the value of a JSON text; ValueError if it is none, or is nested too deeply.
-
-    `options` are those of `json.loads`.
-    """
-    try:
-        return json.loads(content, **options)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def path_below(root: Path, name: str) -> Path:
-    """Return the path `name` below `root`; DataError if it is not a path there.
-
-    For names that come from elsewhere: they may not leave `root`, neither by `..` nor through a
-    link, and equal paths have equal names.
-    """
-    parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\0" in name:
-        raise DataError(
-            f"found the name {name!r}, expected a plain path that stays inside {root}; rename it"
-        )
-    path = root
-    for part in parts[:-1]:
-        path = path / part
-        if path.is_symlink():
-            raise DataError(f"{path} is a link, expected a folder; remove it")
-    return path / parts[-1]
-
-
 def folder_below(root: Path, name: str) -> Path:
     """Create the folder `name` below `root` unless it exists; DataError if a link leads there."""
     return make_directory(path_below(root, f"{name}/any").parent)
-
-
-def url_of(path: Path | str) -> str | None:
-    """Return the URL that `path` holds, or None if it is a plain path.
-
-    Settings and command lines accept a URL wherever they accept a corpus directory. pathlib turns
-    `s3://` into `s3:/`; this restores the slashes.
-    """
-    match = _URL.fullmatch(str(path))
-    return f"{match[1]}://{match[2]}" if match else None
-
-
-def path_text(path: Path | str) -> str:
-    """Return `path` as the user wrote it."""
-    return url_of(path) or str(path)
-
-
-def absolute(path: Path) -> Path:
-    """Return the absolute path; a URL stays as it is."""
-    return path if url_of(path) else path.resolve()
-
-
-SETTLED_NS = 100_000_000
 
 
 def settled_state(path: Path) -> tuple[int, ...] | None:
@@ -476,40 +429,9 @@ def settled_state(path: Path) -> tuple[int, ...] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-T = TypeVar("T")
-
-_NUM_THREADS = 32
-_FEW = 4  # not worth a thread
-
-
 def read_together(read: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
     """Return what `read` makes of each of the files, in their order; up to 32 at a time."""
     if len(paths) <= _FEW:
         return [read(path) for path in paths]
     with ThreadPoolExecutor(min(_NUM_THREADS, len(paths))) as pool:
         return list(pool.map(read, paths))
-
-
-def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a row per mapping, whole or not at all; values that it does not have are empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    make_directory(path.parent)
-    write_text(path, text.getvalue())
-
-
-def check_table_path(path: Path) -> None:
-    """Raise ConfigError for the name of a YAML or JSON file, such as an experiment's."""
-    if path.suffix in (*YAML_SUFFIXES, ".json"):
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"{path} has the name of a {kind} file, expected that of a table, x.csv")
-
-
-def read_csv(text: str, separator: str = ",") -> list[dict[str | None, Any]]:
-    """Return a row per line; csv.Error if it is none.
-
-    The cells that the header does not name are under None.
-    """
-    return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator))

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, shown
 from foundation.files import YAML_SUFFIXES, read_regular
-from foundation.records import represented
 
 Tree = dict[str, Any]
 # The project's configurations: a link to the top level's configs/, in a wheel the files themselves.
@@ -89,7 +88,7 @@ def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[in
     parents = [parents] if isinstance(parents, str) else parents
     if not (isinstance(parents, list) and all(isinstance(parent, str) for parent in parents)):
         raise ConfigError(
-            f"{path}: extends={abbreviated(parents)} must be a file name or a list of file names"
+            f"{path}: extends={shown(parents)} must be a file name or a list of file names"
         )
     merged: Tree = {}
     for parent in parents:
@@ -130,7 +129,7 @@ def _parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
     if tree is None:
         raise ConfigError(f"{path} is empty, expected settings as 'name: value' lines; fill it")
     if not isinstance(tree, dict):
-        found = "no settings" if is_extended else abbreviated(tree)
+        found = "no settings" if is_extended else shown(tree)
         raise ConfigError(f"{path} holds {found}, expected settings as 'name: value' lines")
     return tree
 
@@ -155,7 +154,7 @@ def _line_of(error: Exception, text: str) -> str:
     """`, in 'key: [a'`: the line of the error; '' if it has no place or an empty line."""
     mark, lines = getattr(error, "problem_mark", None), text.split("\n")
     line = lines[mark.line].strip() if mark and mark.line < len(lines) else ""
-    return f", in {abbreviated(line)}" if line else ""
+    return f", in {shown(line)}" if line else ""
 
 
 def _load(text: str) -> Any:
@@ -222,7 +221,7 @@ def _loader() -> Any:
         for key, _ in node.value:
             name = str(key.value)
             if name in seen:
-                raise wrong(f"{abbreviated(name)} is given twice", key)
+                raise wrong(f"{shown(name)} is given twice", key)
             seen.add(name)
         return loader.construct_mapping(node, deep=True)
 
@@ -250,14 +249,14 @@ def parse_override(override: str) -> Tree:
     names = dotted.split(".")
     if not equals or not all(names):
         raise ConfigError(
-            f"found the override {abbreviated(override)}, "
+            f"found the override {shown(override)}, "
             "expected section.name=value such as optim.steps=100"
         )
     try:
         value = _load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(
-            f"override {abbreviated(override)}: invalid YAML: {_problem_of(error)}"
+            f"override {shown(override)}: invalid YAML: {_problem_of(error)}"
         ) from None
     for name in reversed(names):
         value = {name: value}
@@ -308,9 +307,3 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; expected one of: {', '.join(sorted(names))}" if names else ""
-
-
-def abbreviated(value: Any) -> str:
-    """Return `value` for an error message: at most 60 characters."""
-    text = represented(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foundation.errors import DataError
-from foundation.files import append_whole, lines_of, parse_json
+from foundation.files import append_whole, lines_of
+from foundation.typed_values import parse_json
 
 T = TypeVar("T")
 END = "end"  # the part that says how a step ended

@@ -55,8 +55,7 @@ from data_pipeline.tokenizer import Tokenizer
 from data_pipeline.vocabularies.vocabulary import UnencodableText
 from foundation.files import fsync_file, lines_of, move, named_errors
 from foundation.progress import Note, Report
-from foundation.records import json_text
-from foundation.settings import to_tree
+from foundation.typed_values import json_text, to_tree
 
 BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, small enough to hold
 # Settings that do not change the corpus.

@@ -19,12 +19,12 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from data_pipeline.builder.records import REJECTS_NAME, Reject
 from data_pipeline.corpora.lengths import files_of
-from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo, checked_shard
-from foundation.errors import ConfigError, DataError, UserError
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, ShardInfo
+from foundation.errors import ConfigError, DataError, UserError, shown
 from foundation.files import (
     LARGEST_LIST_BYTES,
     append_whole,
@@ -32,14 +32,12 @@ from foundation.files import (
     lines_of,
     make_directory,
     move,
-    parse_json,
     read_json,
     write_json,
 )
 from foundation.locks import held_lock
-from foundation.records import Fields, InvalidField, json_text
 from foundation.settings import differences
-from foundation.yaml_files import abbreviated
+from foundation.typed_values import from_tree, json_text, one_of, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ MOST_NAMED = 5  # settings that differ, in a message
 class FinishedShard:
     """A shard on disk: its entry in the manifest, and in the index of the stock readers."""
 
-    split: str
+    split: Annotated[str, one_of(*SPLITS)]
     info: ShardInfo
     index_entry: dict[str, Any]
     rejects: tuple[Reject, ...] = ()  # documents among its own that the tokenizer has no ids for
@@ -111,11 +109,8 @@ class BuildJournal:
 
     def _shard_of(self, record: dict[str, Any]) -> FinishedShard:
         try:
-            info = checked_shard(Fields(record["info"], "info"))
-            split = Fields(record).choice("split", SPLITS)
-            rejects = tuple(Reject(**reject) for reject in record["rejects"])
-            return FinishedShard(split, info, record["index_entry"], rejects)
-        except (InvalidField, KeyError, TypeError, AttributeError) as error:
+            return from_tree(FinishedShard, record)
+        except ValueError as error:
             raise DataError(
                 f"{self._path} is corrupted ({error}); remove {self.output} and build again"
             ) from None
@@ -251,9 +246,7 @@ def _differing(found: Any, recipe: Mapping[str, Any]) -> str:
     changes = differences(found["settings"], recipe["settings"])
     if found.get("parts") != recipe.get("parts"):
         changes["number of parts"] = (found.get("parts", 1), recipe.get("parts", 1))
-    said = [
-        f"{name} {abbreviated(old)} -> {abbreviated(new)}" for name, (old, new) in changes.items()
-    ]
+    said = [f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changes.items()]
     left_out = len(said) - MOST_NAMED
     return ", ".join(said[:MOST_NAMED]) + (f" and {left_out} more" if left_out > 0 else "") or (
         "the input files have changed"

@@ -18,8 +18,8 @@ from data_pipeline.builder.compression import UnreadableRecords
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import LARGEST_VOCABULARY, CorpusConfig
 from foundation.errors import DataError
-from foundation.records import json_text
 from foundation.settings import assert_never
+from foundation.typed_values import json_text
 
 LONGEST_DOCUMENT_BYTES = 1 << 28  # longer records are rejected; several fit into a shard
 JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text

@@ -24,8 +24,8 @@ from data_pipeline.builder.split_writer import EncodedDocument
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.manifest import ShardInfo
 from foundation.errors import DataError
-from foundation.files import atomic_write, named_errors, parse_json
-from foundation.records import json_text
+from foundation.files import atomic_write, named_errors
+from foundation.typed_values import json_text, parse_json
 
 FIELDS = ("keys", "token_ends", "id_ends", "text_bytes", "characters")
 DOCUMENT_BYTES = 512  # host memory of a document beside its tokens: its id, objects of Python

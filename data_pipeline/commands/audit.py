@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_pipeline.commands.verify import CORPUS_HELP
-from data_pipeline.config import CacheConfig
+from data_pipeline.config import MOST_ROWS, CacheConfig
 from data_pipeline.corpora.corpus import Corpus, split_directory
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.lanes.lane_plan import DocumentSpans, check_lanes, check_range
 from data_pipeline.lanes.mixture import Mixture, exact_repeats, plan_of, repeats_of_weights
 from foundation.cli import check_least
 from foundation.errors import ConfigError, shown_id
-from foundation.records import json_text
-from foundation.settings import MOST_ROWS, size_of
+from foundation.sizes import size_of
+from foundation.typed_values import json_text
 
 
 @dataclass(frozen=True, slots=True)

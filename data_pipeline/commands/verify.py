@@ -33,7 +33,7 @@ from data_pipeline.shards.mds import INDEX_NAME, SUFFIX, read_index
 from data_pipeline.shards.shards import ShardReader
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import DataError, printable
-from foundation.files import path_below, path_text, url_of
+from foundation.paths import path_below, path_text, url_of
 from foundation.progress import StatusLine
 
 CORPUS_HELP = "directory or URL of a corpus, or the directory of one split"

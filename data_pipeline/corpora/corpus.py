@@ -26,7 +26,7 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.corpora.remote_corpus import CachedShards, cached_shards
 from data_pipeline.shards.shards import ShardReader
 from foundation.errors import DataError
-from foundation.files import path_below, path_text
+from foundation.paths import path_below, path_text
 
 OPEN_SHARDS = 16
 

@@ -24,8 +24,9 @@ from data_pipeline.corpora.manifest import (
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer, read_fingerprint
 from foundation.errors import DataError
-from foundation.files import path_text, settled_state
-from foundation.records import json_text
+from foundation.files import settled_state
+from foundation.paths import path_text
+from foundation.typed_values import json_text
 
 VALIDATION = SPLITS[1]
 FINGERPRINTS_KEPT = 64

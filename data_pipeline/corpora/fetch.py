@@ -36,10 +36,10 @@ from foundation.files import (
     make_directory,
     move,
     named_errors,
-    path_below,
     read_json,
     read_regular,
 )
+from foundation.paths import path_below
 
 LARGEST_BYTES = 1 << 30  # of a tokenizer's model
 THREADS = 8

@@ -22,7 +22,8 @@ import numpy as np
 
 from data_pipeline.corpora.manifest import ShardInfo, lengths_name
 from foundation.errors import DataError
-from foundation.files import LARGEST_READ_BYTES, atomic_write, path_below, read_regular
+from foundation.files import LARGEST_READ_BYTES, atomic_write, read_regular
+from foundation.paths import path_below
 
 MAGIC = b"XLLENS01"
 HASH_BYTES = 32

@@ -5,6 +5,7 @@ It is written after everything that it names, so a directory with a manifest is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -12,11 +13,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-from foundation.errors import DataError
+from foundation.errors import DataError, shown
 from foundation.files import open_regular, read_json, settled_state, sha256_of_file, write_json
-from foundation.records import Fields, InvalidField, json_text, shown
+from foundation.typed_values import (
+    Count,
+    FileName,
+    Positive,
+    Sha256,
+    between,
+    from_tree,
+    json_text,
+    one_of,
+)
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 3  # of a manifest
@@ -31,6 +41,11 @@ LARGEST_FILE_BYTES = 1 << 40  # of a shard; a build writes shards of 2 GiB and o
 REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched when they are read
 
 
+@dataclass(frozen=True)
+class _Vocabulary:
+    vocab_size: Annotated[int, between(1, max(DTYPES.values()))]
+
+
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
     """One shard. `size` is that of the file; `text_bytes` and `characters` those of its text.
@@ -38,15 +53,19 @@ class ShardInfo:
     `lengths` is the SHA-256 of the file of its documents' lengths (lengths.py).
     """
 
-    path: str  # relative to the manifest
-    documents: int
-    tokens: int
-    longest_document: int  # tokens
-    size: int  # bytes on disk
-    sha256: str
-    text_bytes: int  # UTF-8
-    characters: int
-    lengths: str
+    path: FileName  # relative to the manifest
+    documents: Positive
+    tokens: Positive
+    longest_document: Positive  # tokens
+    size: Annotated[int, between(1, LARGEST_FILE_BYTES)]  # bytes on disk
+    sha256: Sha256
+    text_bytes: Count  # UTF-8
+    characters: Count
+    lengths: Sha256
+
+    def __post_init__(self) -> None:
+        if max(self.documents, self.longest_document) > self.tokens:
+            raise ValueError(f"{shown(self.path)} has more documents than tokens, or longer ones")
 
     def tree(self) -> dict[str, Any]:
         """Return the entry in a manifest."""
@@ -65,12 +84,19 @@ def lengths_name(shard: str) -> str:
 class Manifest:
     """A split's shards in their order, and how to read them."""
 
-    dtype: str  # of the tokens: uint16 or uint32
-    tokenizer: str  # fingerprint
-    end_id: int  # the token that ends every document
-    vocab_size: int
+    dtype: Annotated[str, one_of(*DTYPES)]  # of the tokens
+    tokenizer: Sha256  # fingerprint
+    end_id: Count  # the token that ends every document
+    vocab_size: Positive
     shards: tuple[ShardInfo, ...]
     is_stream: bool = False  # its documents are parts of one, in their order
+
+    def __post_init__(self) -> None:
+        if not self.end_id < self.vocab_size <= DTYPES[self.dtype]:
+            raise ValueError(
+                f"end_id={self.end_id}, vocab_size={self.vocab_size} and dtype={self.dtype}, "
+                "expected each to fit into the next"
+            )
 
     @property
     def documents(self) -> int:
@@ -136,11 +162,19 @@ def read_manifest(directory: Path) -> Manifest:
 @functools.lru_cache(maxsize=MANIFESTS_KEPT)
 def _parsed(path: Path, state: tuple[int, ...] | None) -> Manifest:
     """Return the manifest in a file; `state` is what changes with its contents."""
-    tree = _tree_of(path)
-    manifest = _parse(tree, path)
-    if (found := manifest.hash) != tree.get("hash"):
+    with _corrupted(path):
+        tree = read_json(path, LARGEST_MANIFEST_BYTES)
+        version = tree.get("format") if isinstance(tree, dict) else None
+        if type(version) is not int or version != FORMAT:
+            raise DataError(
+                f"{path} has format {shown(version)}, this version reads format {FORMAT}; "
+                "build the corpus again"
+            )
+        content = {name: tree[name] for name in tree if name not in ("format", "hash", "totals")}
+        manifest = from_tree(Manifest, content)
+    if (actual := manifest.hash) != tree.get("hash"):
         raise DataError(
-            f"{path} was changed after it was written: its contents hash to {found[:16]}, "
+            f"{path} was changed after it was written: its contents hash to {actual[:16]}, "
             f"it records {shown(tree.get('hash'))}; restore it or build the corpus again"
         )
     return manifest
@@ -148,60 +182,17 @@ def _parsed(path: Path, state: tuple[int, ...] | None) -> Manifest:
 
 def read_vocab_size(path: Path) -> int:
     """Return the size of the vocabulary from the file of a manifest, checking nothing else."""
-    try:
-        return Fields(_tree_of(path)).integer("vocab_size", 1, max(DTYPES.values()))
-    except InvalidField as error:
-        raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
+    with _corrupted(path):
+        tree = read_json(path, LARGEST_MANIFEST_BYTES)
+        return from_tree(_Vocabulary, tree, is_open=True).vocab_size
 
 
-def _tree_of(path: Path) -> Any:
+@contextlib.contextmanager
+def _corrupted(path: Path) -> Iterator[None]:
     try:
-        return read_json(path, LARGEST_MANIFEST_BYTES)
+        yield
     except ValueError as error:
         raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
-
-
-def _parse(tree: Any, path: Path) -> Manifest:
-    found = tree.get("format") if isinstance(tree, dict) else None
-    if type(found) is not int or found != FORMAT:
-        raise DataError(
-            f"{path} has format {shown(found)}, this version reads format {FORMAT}; "
-            "build the corpus again"
-        )
-    try:
-        return _checked_manifest(Fields(tree))
-    except InvalidField as error:
-        raise DataError(f"{path} is corrupted ({error}); build the corpus again") from None
-
-
-def _checked_manifest(tree: Fields) -> Manifest:
-    dtype = tree.choice("dtype", tuple(DTYPES))
-    vocab_size = tree.integer("vocab_size", 1, DTYPES[dtype])
-    return Manifest(
-        dtype=dtype,
-        tokenizer=tree.sha256("tokenizer"),
-        end_id=tree.integer("end_id", 0, vocab_size - 1),
-        vocab_size=vocab_size,
-        shards=tuple(map(checked_shard, tree.items("shards"))),
-        is_stream=tree.flag("is_stream"),
-    )
-
-
-def checked_shard(tree: Fields) -> ShardInfo:
-    """Return the entry of a shard; InvalidField unless each of its fields is what it says."""
-    tree.only(_SHARD_FIELDS)
-    tokens = tree.integer("tokens", 1)
-    return ShardInfo(
-        path=tree.file_name("path"),
-        documents=tree.integer("documents", 1, tokens),
-        tokens=tokens,
-        longest_document=tree.integer("longest_document", 1, tokens),
-        size=tree.integer("size", 1, LARGEST_FILE_BYTES),
-        sha256=tree.sha256("sha256"),
-        text_bytes=tree.integer("text_bytes"),
-        characters=tree.integer("characters"),
-        lengths=tree.sha256("lengths"),
-    )
 
 
 def is_left_out(directory: Path) -> bool:

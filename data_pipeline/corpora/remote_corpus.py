@@ -40,10 +40,10 @@ from data_pipeline.corpora.stores import Store, store_at
 from data_pipeline.corpora.web_requests import RetryPolicy
 from data_pipeline.shards.shards import ShardReader
 from foundation.errors import DataError
-from foundation.files import read_json, url_of, write_json
+from foundation.files import read_json, read_value, write_json
 from foundation.locks import exclusive_lock
 from foundation.ownership import private_directory
-from foundation.records import from_json
+from foundation.paths import url_of
 
 CORPORA, COPIED_NAME = "corpora", "copied.json"
 OPEN_SECONDS = 600.0
@@ -87,8 +87,8 @@ class _Copied:
 
 def _read_copied(directory: Path) -> _Copied:
     try:
-        return from_json(_Copied, read_json(directory / COPIED_NAME))
-    except (OSError, ValueError, TypeError):
+        return read_value(_Copied, directory / COPIED_NAME)
+    except (OSError, ValueError):
         return _Copied()
 
 

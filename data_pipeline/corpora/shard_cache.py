@@ -35,10 +35,11 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.corpora.stores import Store
 from foundation.errors import DataError
-from foundation.files import move, path_below
+from foundation.files import move
 from foundation.locks import exclusive_lock, held_lock, open_shared, try_lock
 from foundation.ownership import private_directory
-from foundation.records import is_sha256
+from foundation.paths import path_below
+from foundation.typed_values import is_sha256
 
 WAITERS = 4  # processes that may fail to fetch a file one after another while this one waits
 EVICTION_SECONDS = 120.0  # eviction takes a few milliseconds

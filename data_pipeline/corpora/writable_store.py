@@ -25,7 +25,8 @@ from data_pipeline.corpora.stores import (
 )
 from data_pipeline.corpora.web_requests import RetryPolicy, StoreError
 from foundation.errors import DataError
-from foundation.files import Content, path_below, read_regular
+from foundation.files import Content, read_regular
+from foundation.paths import path_below
 
 S3 = "s3://"
 MOST_DELETED = 1000  # objects of one request, a limit of S3

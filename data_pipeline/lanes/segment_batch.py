@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from data_pipeline.config import LARGEST_SEED
 from foundation.errors import DataError
-from foundation.records import Fields, InvalidField
-from foundation.settings import LARGEST_SEED
+from foundation.typed_values import Count, Line, Positive, between, from_tree
 
 CURSOR_FORMAT = 1
 
@@ -63,19 +63,18 @@ class LaneCursor:
                 "resume with the version that wrote it"
             )
         try:
-            fields = Fields(tree, "cursor")
-            first, end = fields.integers("lanes")
+            stored = from_tree(_StoredCursor, tree)
             cursor = cls(
-                seed=fields.integer("seed", most=LARGEST_SEED),
-                num_lanes=fields.integer("num_lanes"),
-                manifest_hash=fields.text("manifest_hash"),
-                lanes=range(first, end),
-                segment_length=fields.integer("segment_length", least=1),
-                epochs_B=np.array(fields.integers("epochs"), np.int64),
-                positions_B=np.array(fields.integers("positions"), np.int64),
-                checks_B=np.array([int(check, 16) for check in tree["checks"]], np.uint64),
+                seed=stored.seed,
+                num_lanes=stored.num_lanes,
+                manifest_hash=stored.manifest_hash,
+                lanes=range(*stored.lanes),
+                segment_length=stored.segment_length,
+                epochs_B=np.array(stored.epochs, np.int64),
+                positions_B=np.array(stored.positions, np.int64),
+                checks_B=np.array([int(check, 16) for check in stored.checks], np.uint64),
             )
-        except (KeyError, TypeError, ValueError, OverflowError, InvalidField) as error:
+        except (ValueError, OverflowError) as error:
             raise DataError(
                 f"the lane cursor is corrupted ({error}); use another checkpoint"
             ) from None
@@ -132,6 +131,21 @@ class LaneCursor:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LaneCursor) and self.to_tree() == other.to_tree()
+
+
+@dataclass(frozen=True)
+class _StoredCursor:
+    """A cursor as JSON; what its fields are is in LaneCursor."""
+
+    format: int
+    seed: Annotated[int, between(0, LARGEST_SEED)]
+    num_lanes: Count
+    manifest_hash: Line
+    lanes: tuple[Count, Count]
+    segment_length: Positive
+    epochs: tuple[Count, ...]
+    positions: tuple[Count, ...]
+    checks: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)

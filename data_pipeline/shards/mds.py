@@ -22,10 +22,10 @@ from foundation.files import (
     fsync_file,
     move,
     named_errors,
-    parse_json,
     read_json,
     write_json,
 )
+from foundation.typed_values import parse_json
 
 SUFFIX = ".mds"
 Buffer = bytes | memoryview | mmap.mmap

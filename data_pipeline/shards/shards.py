@@ -18,7 +18,7 @@ from data_pipeline.config import ShardFormat
 from data_pipeline.shards import mds, wds
 from data_pipeline.shards.mds import InvalidShard
 from foundation.errors import DataError
-from foundation.files import path_text
+from foundation.paths import path_text
 
 # Modules with the same functions: SUFFIX, sample_bytes, write_shard, read_layout.
 FORMATS: dict[ShardFormat, ModuleType] = {"mds": mds, "webdataset": wds}

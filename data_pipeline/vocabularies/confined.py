@@ -37,7 +37,7 @@ from data_pipeline.vocabularies.vocabulary import (
 )
 from foundation.errors import ConfigError, DataError
 from foundation.own_programs import own_command
-from foundation.records import json_text
+from foundation.typed_values import json_text
 
 MEMORY_BYTES, PER_BYTE = 4 << 30, 64  # of a child, and more for each byte of a model or message
 # Of the processor, all threads together: a busy machine changes nothing. More for each byte.

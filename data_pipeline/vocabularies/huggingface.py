@@ -20,7 +20,7 @@ from data_pipeline.vocabularies.vocabulary import (
     no_end,
     size_of,
 )
-from foundation.files import parse_json
+from foundation.typed_values import parse_json
 
 
 class HuggingFaceTokenizer:

@@ -9,8 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from foundation.errors import ConfigError, UserError, os_error_text
-from foundation.records import shown
+from foundation.errors import ConfigError, UserError, os_error_text, shown
 from launcher.run_state import RunState, read_states
 from launcher.run_status import State
 from launcher.slurm.client import QueuedJob, Slurm

@@ -15,7 +15,7 @@ from rich.text import Text
 from foundation.cli import as_overrides
 from foundation.errors import ConfigError, printable
 from foundation.progress import duration
-from foundation.records import json_text
+from foundation.typed_values import json_text
 from launcher.run_state import RunState, is_run, read_states
 from launcher.run_status import State
 from launcher.sweep import CellRun, describe, settings_of

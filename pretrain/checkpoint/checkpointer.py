@@ -15,7 +15,7 @@ import torch
 
 from foundation.errors import CheckpointError, UnreadableError, UserError
 from foundation.retry import ANY_REMEDY, Outage, Patience, StorageError
-from foundation.settings import to_tree
+from foundation.typed_values import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.index import Checkpoint

@@ -28,7 +28,7 @@ from typing import Any
 
 from foundation.errors import CheckpointError
 from foundation.files import move, named_errors, own_file, sha256_of, sync_file, write_text
-from foundation.records import json_text
+from foundation.typed_values import json_text
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.directory import INDEX, MARKER, remove
 from pretrain.checkpoint.facts import Destination

@@ -15,17 +15,26 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
-from foundation.errors import STORAGE_FAILS, CheckpointError, OtherVersionError, UnreadableError
-from foundation.files import LARGEST_LIST_BYTES, SMALL_FILE_BYTES, Content, parse_json, read_regular
+from foundation.errors import (
+    STORAGE_FAILS,
+    CheckpointError,
+    OtherVersionError,
+    UnreadableError,
+)
+from foundation.files import LARGEST_LIST_BYTES, SMALL_FILE_BYTES, Content, read_regular
 from foundation.locks import NoFileLocksError, open_shared
-from foundation.records import Fields, InvalidField
-from pretrain.checkpoint.directory import INDEX, MARKER, STEP_NAME, rank_file
+from foundation.typed_values import Count, Finite, Line, Positive, Sha256, from_tree, parse_json
+from pretrain.checkpoint.directory import (
+    INDEX,
+    MARKER,
+    STEP_NAME,
+    rank_file,
+)
 from pretrain.checkpoint.pieces import Pieces, parsed_pieces
 
 INDEX_FORMAT = 7  # of a checkpoint: file names, keys of tensors and of the index
@@ -35,47 +44,61 @@ def parse_index(path: Path, content: bytes) -> dict[str, Any]:
     """Return the contents of the index; CheckpointError unless all its fields are right."""
     try:
         index = parse_json(content)
-        fields = Fields(index)
-        if (found := fields.integer("format")) != INDEX_FORMAT:
+        if type(version := index.get("format")) is int and version != INDEX_FORMAT:
             raise OtherVersionError(
-                f"{path}: found format {found}, expected format {INDEX_FORMAT}; "
+                f"{path}: found format {version}, expected format {INDEX_FORMAT}; "
                 "use the version that wrote it, or a new run directory"
             )
-        _check(fields, index)
-    except (ValueError, InvalidField) as error:
+        _check(index)
+    except (ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: found no index of a checkpoint of format {INDEX_FORMAT} ({error})"
         ) from None
     return index
 
 
-def _check(fields: Fields, index: dict[str, Any]) -> None:
-    """Raise InvalidField unless the fields are of their types, and the ranks' lanes add up."""
-    fields.text("run")
-    for name in ("step", "tokens_seen", "optimizer_steps"):
-        fields.integer(name)
-    fields.object("config")
-    if "loss_scale" not in index:
-        raise InvalidField("loss_scale is missing")
-    if index["loss_scale"] is not None:
-        scale = fields.object("loss_scale")
-        scale.number("scale")
-        scale.integer("updates")
-    reports, next_lane = fields.items("ranks"), 0
-    if fields.integer("world_size", least=1) != len(reports):
-        raise InvalidField(f"world_size is {index['world_size']}, ranks has {len(reports)}")
-    parsed_pieces(index, len(reports))
-    # Of a cursor, its reader checks what is in it; None before the first batch.
-    if not all(isinstance(each.get("cursor", ...), (dict, NoneType)) for each in index["ranks"]):
-        raise InvalidField("a rank has no cursor")
-    for report in reports:
-        report.only(("bytes", "sha256", "first_lane", "num_lanes", "cursor"))
-        report.integer("bytes")
-        report.sha256("sha256")
-        report.integer("first_lane", next_lane, next_lane)
-        next_lane += report.integer("num_lanes")
+@dataclass(frozen=True)
+class _LossScale:
+    scale: Finite
+    updates: Count
+
+
+@dataclass(frozen=True)
+class _Report:
+    bytes: Count
+    sha256: Sha256
+    first_lane: Count
+    num_lanes: Count
+    cursor: dict[str, Any] | None  # its reader checks what is in it; None before the first batch
+
+
+@dataclass(frozen=True)
+class _Index:
+    format: int
+    run: Line
+    step: Count
+    tokens_seen: Count
+    optimizer_steps: Count
+    config: dict[str, Any]
+    loss_scale: _LossScale | None
+    world_size: Positive
+    ranks: tuple[_Report, ...]
+
+
+def _check(tree: dict[str, Any]) -> None:
+    """Raise ValueError unless the fields are of their types, and the ranks' lanes add up."""
+    known = [field.name for field in fields(_Index)]
+    index = from_tree(_Index, {name: tree[name] for name in known if name in tree})
+    if index.world_size != len(index.ranks):
+        raise ValueError(f"world_size is {index.world_size}, ranks has {len(index.ranks)}")
+    parsed_pieces(tree, index.world_size)
+    next_lane = 0
+    for rank, report in enumerate(index.ranks):
+        if report.first_lane != next_lane:
+            raise ValueError(f"ranks[{rank}].first_lane is {report.first_lane}, not {next_lane}")
+        next_lane += report.num_lanes
     if not next_lane:
-        raise InvalidField("ranks have no lanes")
+        raise ValueError("ranks have no lanes")
 
 
 class Lease:

@@ -26,8 +26,8 @@ from functools import partial
 
 from foundation.errors import CheckpointError, UserError, os_error_text
 from foundation.ownership import private_directory
-from foundation.records import json_text
-from foundation.settings import differences, to_tree
+from foundation.settings import differences
+from foundation.typed_values import json_text, to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.facts import Destination, History

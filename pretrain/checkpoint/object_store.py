@@ -17,22 +17,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Annotated
 
-from data_pipeline.corpora.fetch import NotFetchedError, fetch_file, in_parallel
+from data_pipeline.corpora.fetch import (
+    NotFetchedError,
+    fetch_file,
+    in_parallel,
+)
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.corpora.web_requests import RetryPolicy
 from data_pipeline.corpora.writable_store import WritableStore, size_problem
-from foundation.errors import CheckpointError
-from foundation.files import (
-    Content,
-    content_of,
-    move,
+from foundation.errors import CheckpointError, shown
+from foundation.files import Content, content_of, move, read_regular, write_text
+from foundation.paths import path_below
+from foundation.typed_values import (
+    Line,
+    between,
+    from_json,
+    json_text,
     parse_json,
-    path_below,
-    read_regular,
-    write_text,
 )
-from foundation.records import Fields, InvalidField, json_text
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import Check
 from pretrain.checkpoint.index import Checkpoint, read_index
@@ -88,18 +92,18 @@ class MirrorIndex:
     def parse(cls, where: str, content: bytes) -> MirrorIndex:
         """Return the contents of mirror.json; CheckpointError unless all its fields are right."""
         try:
-            fields = Fields(parse_json(content)).only(("format", "run", "checkpoints"))
-            if (found := fields.integer("format")) != MIRROR_FORMAT:
+            version = parse_json(content).get("format")
+            if type(version) is int and version != MIRROR_FORMAT:
                 raise CheckpointError(
-                    f"{where}: found format {found}, expected format {MIRROR_FORMAT}; "
+                    f"{where}: found format {version}, expected format {MIRROR_FORMAT}; "
                     "restore with the version that wrote it"
                 )
-            checkpoints = tuple(map(_parsed_checkpoint, fields.items("checkpoints")))
-            steps = [each.step for each in checkpoints]
+            stored = from_json(_Root, content)
+            steps = [checkpoint.step for checkpoint in stored.checkpoints]
             if steps != sorted(set(steps)):
-                raise InvalidField(f"its steps are not in order: {steps[:5]}")
-            return cls(fields.text("run"), checkpoints)
-        except (ValueError, InvalidField) as error:
+                raise ValueError(f"its steps are not in order: {steps[:5]}")
+            return cls(stored.run, tuple(map(_stored_checkpoint, stored.checkpoints)))
+        except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{where}: found no index of a mirror ({error})") from None
 
     def to_bytes(self) -> bytes:
@@ -157,16 +161,27 @@ class MirrorIndex:
         return [match[0] for match in matches if match[1] not in kept and int(match[2]) <= last]
 
 
-def _parsed_checkpoint(fields: Fields) -> StoredCheckpoint:
-    fields.only(("step", "files"))
+@dataclass(frozen=True)
+class _Entry:
+    step: Annotated[int, between(0, MOST_STEPS)]
+    files: dict[str, Content]
+
+
+@dataclass(frozen=True)
+class _Root:
+    format: int
+    run: Line
+    checkpoints: tuple[_Entry, ...]
+
+
+def _stored_checkpoint(entry: _Entry) -> StoredCheckpoint:
     limits = {files.INDEX: LARGEST_INDEX_BYTES, **RUN_FILES}
-    entries = fields.object("files").only(list(limits))
-    contents = {}
-    for name, most in limits.items():
-        entry = entries.object(name).only(("bytes", "sha256"))
-        contents[name] = Content(entry.integer("bytes", most=most), entry.sha256("sha256"))
-    step = fields.integer("step", most=MOST_STEPS)
-    return StoredCheckpoint(step, contents.pop(files.INDEX), contents)
+    if differing := sorted(entry.files.keys() ^ limits.keys()):
+        raise ValueError(f"step {entry.step} lacks a file, or has another: {shown(differing[0])}")
+    for name, content in entry.files.items():
+        if content.bytes > limits[name]:
+            raise ValueError(f"{name} has {content.bytes:,} bytes, expected {limits[name]:,}")
+    return StoredCheckpoint(entry.step, entry.files.pop(files.INDEX), entry.files)
 
 
 class ObjectStore:

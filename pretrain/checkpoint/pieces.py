@@ -21,8 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foundation.errors import CheckpointError, UnreadableError
-from foundation.records import Fields, InvalidField, shown
+from foundation.errors import (
+    CheckpointError,
+    UnreadableError,
+    shown,
+)
+from foundation.typed_values import LARGEST_INTEGER, Count, Positive, from_tree
 
 _KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")
 HOLE = "a piece of {} starts at element {}, expected {}"
@@ -31,10 +35,10 @@ HOLE = "a piece of {} starts at element {}, expected {}"
 class PieceRun(NamedTuple):
     """`ranks` pieces of `elements` each, from element `start` on, in files from `rank` on."""
 
-    rank: int
-    start: int
-    elements: int
-    ranks: int
+    rank: Count
+    start: Count
+    elements: Positive
+    ranks: Positive
 
     @property
     def end(self) -> int:
@@ -130,38 +134,23 @@ def _joined(runs: list[PieceRun]) -> list[PieceRun]:
 
 
 def parsed_pieces(index: Mapping[str, Any], world_size: int) -> Pieces:
-    """Return the pieces in an index; InvalidField unless all fields are right.
+    """Return the pieces in an index; ValueError unless all fields are right.
 
     Also if elements of a parameter are missing or there twice: counts may add up even so, and what
     a piece does not fill is whatever was in memory.
     """
-    found: Pieces = {}
-    for name, entry in Fields(index).tree("pieces").items():
-        if not isinstance(entry, dict) or entry.keys() != {"kinds", "runs"}:
-            raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
-        kinds, runs = entry["kinds"], entry["runs"]
-        are_lists = isinstance(kinds, list) and isinstance(runs, list) and kinds and runs
-        if not are_lists or not all(isinstance(kind, str) for kind in kinds):
-            raise InvalidField(f"pieces.{shown(name)} is {shown(entry)}, expected kinds and runs")
-        end, held = (
-            0,
-            ParameterPieces(tuple(kinds), tuple(_parsed_run(each, world_size) for each in runs)),
-        )
+    pieces = from_tree(Pieces, index.get("pieces"))
+    for name, held in pieces.items():
+        if not held.kinds or not held.runs:
+            raise ValueError(f"pieces.{shown(name)} is empty, expected kinds and runs")
+        end = 0
         for run in held.runs:
+            if run.rank + run.ranks > world_size or run.end > LARGEST_INTEGER:
+                raise ValueError(f"pieces has the run {shown([*run])}, expected pieces of ranks")
             if run.start != end:
-                raise InvalidField(HOLE.format(shown(name), run.start, end))
+                raise ValueError(HOLE.format(shown(name), run.start, end))
             end = run.end
-        found[name] = held
-    return found
-
-
-def _parsed_run(value: object, world_size: int) -> PieceRun:
-    if isinstance(value, list) and len(value) == 4 and all(type(n) is int for n in value):
-        run = PieceRun(*value)
-        fits = run.rank >= 0 and run.ranks >= 1 and run.rank + run.ranks <= world_size
-        if fits and run.start >= 0 and run.elements >= 1 and run.end < 1 << 53:
-            return run
-    raise InvalidField(f"pieces has the run {shown(value)}, expected pieces of ranks")
+    return pieces
 
 
 def rank_elements(pieces: Pieces, rank: int) -> dict[str, int]:

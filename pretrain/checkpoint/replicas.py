@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from foundation.errors import CheckpointError
-from foundation.records import json_text
+from foundation.typed_values import json_text
 from pretrain.checkpoint.tensor_layout import SplitTensors
 from pretrain.distributed.collectives import gather_present, gather_values
 from pretrain.distributed.messages import max_over_ranks

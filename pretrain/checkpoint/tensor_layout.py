@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundation.records import json_text
+from foundation.typed_values import json_text
 
 ALIGNMENT = 8
 TYPE_NAMES = {

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from data_pipeline.config import MOST_ROWS
 from foundation.cli import Answer, add_json, check_least, check_output_directory
 from foundation.errors import ConfigError, print_error
-from foundation.settings import MOST_ROWS, size_of
+from foundation.sizes import size_of
 from pretrain.config.model import Precision, ProbeName, RopeExtension
 from pretrain.distributed.slurm_variables import rank_numbers
 from pretrain.processes.leaving import leave_group

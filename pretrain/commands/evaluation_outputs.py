@@ -14,7 +14,8 @@ from rich.progress import Progress
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import HOW_TO_SPLIT, SPLITS, is_left_out
 from foundation.errors import ConfigError, DataError
-from foundation.files import make_directory, path_text, write_json
+from foundation.files import make_directory, write_json
+from foundation.paths import path_text
 from pretrain.config.model import POSITIONS
 from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, init_world

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 from data_pipeline.tokenizer import Tokenizer
 from foundation.cli import check_least
 from foundation.errors import ConfigError, printable
-from foundation.settings import size_of
+from foundation.sizes import size_of
 from pretrain.config.model import Precision
 from pretrain.distributed.threads import set_threads
 from pretrain.rundir.run_paths import run_path

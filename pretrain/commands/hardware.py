@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from foundation.settings import amount_of
+from foundation.sizes import amount_of
 from pretrain.config.devices import DEVICES
 from pretrain.costs.hardware import Hardware, chosen_hardware
 

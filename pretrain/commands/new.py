@@ -9,8 +9,10 @@ from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from foundation.errors import ConfigError
-from foundation.files import absolute, refuse_overwrite, write_new
-from foundation.settings import amount_of, require_name, size_of
+from foundation.files import refuse_overwrite, write_new
+from foundation.paths import absolute
+from foundation.settings import require_name
+from foundation.sizes import amount_of, size_of
 from foundation.yaml_files import require_yaml_name
 from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from foundation.cli import Program
 from foundation.errors import ConfigError
-from foundation.settings import amount_of
+from foundation.sizes import amount_of
 from pretrain.config.run import RunConfig
 from pretrain.scaling.recipe import RULES, Rule, step_law_rule
 

@@ -11,14 +11,10 @@ import numpy as np
 
 from foundation.cli import Answer, add_json, check_output_directory, check_output_file
 from foundation.errors import ConfigError, DataError
-from foundation.files import (
-    YAML_SUFFIXES,
-    check_table_path,
-    make_directory,
-    refuse_overwrite,
-    write_text,
-)
-from foundation.settings import load_config, to_tree
+from foundation.files import YAML_SUFFIXES, make_directory, refuse_overwrite, write_text
+from foundation.settings import load_config
+from foundation.tables import check_table_path
+from foundation.typed_values import to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.commands.scale import (
     add_family,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import ConfigError
-from foundation.settings import amount_of
+from foundation.sizes import amount_of
 from pretrain.commands.scale import check_amount
 from pretrain.scaling.collect import read_rows
 from pretrain.scaling.law import LEVEL, amount, as_loss, shown

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from foundation.cli import Answer, add_experiment, add_json
 from foundation.errors import ConfigError
-from foundation.settings import amount_of, load_config, size_of
+from foundation.settings import load_config
+from foundation.sizes import amount_of, size_of
 from foundation.yaml_files import find_config, read_tree
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.commands.scale import add_family, check_amount, rule_name, rule_of

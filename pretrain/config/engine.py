@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
+from data_pipeline.config import MOST_LANES
 from foundation.errors import ConfigError
-from foundation.settings import MOST, MOST_LANES, Range, assert_never, check_ranges, setting
+from foundation.settings import MOST, Range, assert_never, check_ranges, setting
 from pretrain.config.model import (
     POSITIONS,
     ActivationCheckpointing,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS, read_manifest
 from foundation.errors import DataError, named_setting
-from foundation.files import path_text, url_of
+from foundation.paths import path_text, url_of
 from foundation.settings import LONGEST_NAME
 from pretrain.config.run import RunConfig
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from data_pipeline.config import LARGEST_VOCABULARY
+from data_pipeline.config import LARGEST_VOCABULARY, MOST_ROWS
 from foundation.errors import ConfigError
-from foundation.settings import MOST_ROWS, Range, check_ranges, setting
+from foundation.settings import Range, check_ranges, setting
 
 LayerKind = Literal["attention", "deltanet"]
 FeedForwardKind = Literal["relu", "relu2", "gelu", "swiglu"]

@@ -8,7 +8,8 @@ from pathlib import Path
 from data_pipeline.config import MixturePart
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest, read_vocab_size
 from foundation.errors import ConfigError, named_setting
-from foundation.files import YAML_SUFFIXES, absolute, path_text, url_of
+from foundation.files import YAML_SUFFIXES
+from foundation.paths import absolute, path_text, url_of
 from pretrain.config.evaluation_sets import (
     VALIDATION,
     splits_of_sets,

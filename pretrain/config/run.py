@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_pipeline.config import CacheConfig, MixturePart
+from data_pipeline.config import LARGEST_SEED, MOST_LANES, MOST_ROWS, CacheConfig, MixturePart
 from foundation.errors import ConfigError
-from foundation.files import url_of
+from foundation.paths import url_of
 from foundation.settings import (
-    LARGEST_SEED,
     MOST,
-    MOST_LANES,
-    MOST_ROWS,
     Range,
     check_ranges,
     require_hash,
@@ -161,7 +158,7 @@ class DataConfig:
         check_ranges("data.", self)
         require_no_secrets("data.path", self.path)
         for each in self.manifest_hashes:
-            require_hash("data.manifest_hashes", each)
+            require_hash("data.manifest_hashes", each, "`data-pipeline inspect`")
         steps = [phase.from_step for phase in self.phases]
         if sorted(set(steps)) != steps:
             raise ConfigError(

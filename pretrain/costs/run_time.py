@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
-from foundation.files import url_of
+from foundation.paths import url_of
 from pretrain.config.cluster import ClusterConfig
 from pretrain.config.evaluation_sets import evaluation_sets, split_of
 from pretrain.config.model import ModelConfig

@@ -27,8 +27,8 @@ from foundation.errors import (
     UnreadableError,
     UserError,
 )
-from foundation.records import from_json, to_json
 from foundation.retry import StorageError
+from foundation.typed_values import from_json, to_tree
 from pretrain.distributed.messages import gather_rows, max_over_ranks
 from pretrain.distributed.world import World
 
@@ -160,7 +160,7 @@ class Problem:
 
 
 def _message_of(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(to_json(value)).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(json.dumps(to_tree(value)).encode()), dtype=torch.uint8)
 
 
 def _checked_size(rank: int, size: torch.Tensor) -> int:
@@ -174,6 +174,6 @@ def _checked_size(rank: int, size: torch.Tensor) -> int:
 
 def _value_of(rank: int, message: torch.Tensor, kind: Any) -> Any:
     try:
-        return from_json(kind, json.loads(bytes(message.numpy())))
-    except (ValueError, TypeError, RecursionError):
+        return from_json(kind, bytes(message.numpy()))
+    except ValueError:
         raise UserError(f"rank {rank} sent no message of this program; {ONLY_OURS}") from None

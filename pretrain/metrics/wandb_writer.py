@@ -16,7 +16,7 @@ from typing import Any
 
 from foundation.errors import ConfigError
 from foundation.ownership import refuse_foreign
-from foundation.settings import to_tree
+from foundation.typed_values import to_tree
 from pretrain.rundir.metric_names import dashboard_values
 from pretrain.rundir.run_dir import RunDir
 

@@ -12,7 +12,7 @@ from data_pipeline.corpora.corpus_identity import VALIDATION, corpus_hash, split
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from foundation.errors import DataError
-from foundation.files import path_text
+from foundation.paths import path_text
 from pretrain.config.evaluation_sets import hashes_of_sets, splits_of_sets
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig

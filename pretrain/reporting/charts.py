@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foundation.errors import printable
-from foundation.files import atomic_write, make_directory, write_csv
+from foundation.files import atomic_write, make_directory
+from foundation.tables import write_csv
 from pretrain.reporting.run_history import History
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
 from pretrain.rundir.metrics_file import parse_totals

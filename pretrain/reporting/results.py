@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundation.errors import ConfigError
-from foundation.settings import differences, to_tree
+from foundation.settings import differences
+from foundation.typed_values import to_tree
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig

@@ -9,9 +9,9 @@ from typing import Any
 
 from foundation.cli import Answer, value_text
 from foundation.errors import printable
-from foundation.files import write_csv
 from foundation.progress import duration
-from foundation.settings import to_tree
+from foundation.tables import write_csv
+from foundation.typed_values import to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import model_in_words

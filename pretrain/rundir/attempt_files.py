@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foundation.files import folder_below, read_json, write_json
+from foundation.files import folder_below, read_value, write_json
 from foundation.progress import duration
-from foundation.records import from_json
 from pretrain.rundir.events import AttemptEnded, Event, TrainingBegan
 from pretrain.rundir.heartbeat import HeartbeatRecord
 from pretrain.rundir.history import last_event
@@ -99,8 +98,8 @@ class AttemptFiles:
 
     def read_start(self) -> AttemptStart | None:
         """When the attempt began and where, if that was written."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return from_json(AttemptStart, read_json(self.directory / START))
+        with contextlib.suppress(OSError, ValueError):
+            return read_value(AttemptStart, self.directory / START)
         return None
 
     def create_meeting(self) -> None:

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Literal
 
 from foundation.errors import DataError, os_error_text
-from foundation.files import own_file, parse_json, read_regular, read_together
-from foundation.records import from_json, json_text
+from foundation.files import own_file, read_regular, read_together
+from foundation.typed_values import from_json, json_text
 from pretrain.rundir.watchdog import STACKS_SIGNAL, VARIABLE, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -97,9 +97,9 @@ def _records_in(path: Path) -> list[HeartbeatRecord]:
     records = []
     with contextlib.suppress(OSError, ValueError):
         for line in read_regular(path, _LARGEST_BYTES).split(b"\n"):
-            with contextlib.suppress(ValueError, TypeError):
+            with contextlib.suppress(ValueError):
                 # NUL bytes: ranks before this one have not written yet.
-                records.append(from_json(HeartbeatRecord, parse_json(line.strip(b"\0 "))))
+                records.append(from_json(HeartbeatRecord, line.strip(b"\0 ")))
     return records
 
 

@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from foundation.errors import os_error_text
-from foundation.files import append_whole, lines_of, parse_json, warn_of_lines
-from foundation.records import built, json_text, to_json
+from foundation.files import append_whole, lines_of, warn_of_lines
 from foundation.retry import Patience, outlast
-from pretrain.rundir.events import Event
+from foundation.typed_values import from_tree, json_text, parse_json, to_tree
+from pretrain.rundir.events import (
+    Event,
+)
 from pretrain.rundir.history import without_refused_jobs
 
 NOTABLE_SECONDS = 60.0  # by which clocks of a cluster do not differ
@@ -91,7 +93,7 @@ class Ledger:
                 tree = parse_json(line)
                 when = datetime.datetime.fromisoformat(tree.pop("time"))
                 when = when.astimezone(datetime.timezone.utc).timestamp()
-                events.append(built(EVENTS[tree.pop("event")], {**tree, "time": when}))
+                events.append(from_tree(EVENTS[tree.pop("event")], {**tree, "time": when}))
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 unusable.append(number)
         warn_of_lines(_log, self.path, "an event", unusable)
@@ -100,7 +102,7 @@ class Ledger:
 
 def event_line(event: Event) -> bytes:
     """The event as its line in the file."""
-    fields = to_json(event)
+    fields = to_tree(event)
     when = datetime.datetime.fromtimestamp(fields.pop("time"), datetime.timezone.utc)
     head = {"time": when.isoformat(timespec="milliseconds"), "event": event.name()}
     values = {name: value for name, value in fields.items() if value is not None}

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foundation.errors import ConfigError, UserError
-from foundation.files import named_errors, read_json, read_regular, write_text
+from foundation.files import named_errors, read_regular, read_value, write_text
 from foundation.locks import held_lock, is_locked_by
-from foundation.records import built, json_text
+from foundation.typed_values import json_text
 
 # A supervisor claims the run for the ranks it starts and passes them the token here; ranks without
 # one claim the run.
@@ -107,9 +107,8 @@ def read_lock(path: Path) -> Lock | None:
     Also None if this user may not look.
     """
     try:
-        tree, since = read_json(path), path.stat().st_mtime
-        owner: Lock = built(Lock, tree)
-    except (FileNotFoundError, PermissionError, ValueError, TypeError):
+        owner, since = read_value(Lock, path), path.stat().st_mtime
+    except (FileNotFoundError, PermissionError, ValueError):
         return None  # also while it is being taken, or damaged
     if not (owner.holder + owner.hostname).isprintable():
         return None

@@ -21,7 +21,7 @@ from typing import Any
 
 from foundation.errors import DataError
 from foundation.files import LARGEST_LINE_BYTES, atomic_write, lines_of, open_regular, warn_of_lines
-from foundation.records import json_text
+from foundation.typed_values import json_text
 from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from foundation.errors import ConfigError, DataError
-from foundation.files import make_directory, url_of
+from foundation.files import make_directory
 from foundation.ownership import is_of_another_user, refuse_foreign, refuse_open_parents
+from foundation.paths import url_of
 from pretrain.config.run import RunConfig
 
 _NAMES = {

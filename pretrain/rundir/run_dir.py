@@ -34,9 +34,9 @@ from foundation.files import (
     write_json,
     write_text,
 )
-from foundation.records import Fields, InvalidField
 from foundation.retry import Patience, outlast
-from foundation.settings import differences, load_config, parse_config, to_tree
+from foundation.settings import differences, load_config
+from foundation.typed_values import Line, from_tree, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.verify import latest_step
@@ -86,7 +86,7 @@ class RunIdentity:
     """The run that a directory holds; `id` tells two runs of the same name apart."""
 
     name: str
-    id: str
+    id: Line  # messages and checkpoints repeat it
     created: str = ""  # UTC, ISO 8601
     format: int = FORMAT
 
@@ -196,10 +196,8 @@ class RunDir:
         try:
             tree = read_json(self._identity_file)
             if not isinstance(found := tree.get("format"), int) or found == FORMAT:
-                identity = parse_config(RunIdentity, tree, source="run.json")
-                Fields(asdict(identity)).text("id")  # messages and checkpoints repeat it
-                return identity
-        except (ValueError, AttributeError, ConfigError, InvalidField) as error:
+                return from_tree(RunIdentity, tree)
+        except (ValueError, AttributeError) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{self._identity_file} is damaged ({reason}); {_RESTORE}") from None
         raise ConfigError(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from foundation.errors import ConfigError, DataError
-from foundation.files import read_json, write_csv
-from foundation.records import Fields, InvalidField
+from foundation.files import read_value
+from foundation.tables import write_csv
+from foundation.typed_values import Count, Finite, Positive
 from pretrain.costs.device_memory import lane_bytes
 from pretrain.costs.flops import cost_of
 from pretrain.rundir.events import TrainingBegan
@@ -184,6 +185,32 @@ def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
+@dataclass(frozen=True)
+class _Positions:
+    first_positions: tuple[Count, ...]
+    tokens: tuple[Count, ...]
+    losses: tuple[Finite, ...]
+
+
+@dataclass(frozen=True)
+class _Needle:
+    distance: Positive
+    accuracy: Finite
+    chance: Finite
+
+
+@dataclass(frozen=True)
+class _Probes:
+    position: tuple[_Positions, ...] | None = None
+    needle: tuple[_Needle, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Probed:
+    step: Count
+    probes: _Probes
+
+
 def probe_columns(run: Path, step: int | None = None) -> dict[str, float]:
     """The probes of a run, which may be another user's, as columns of its table.
 
@@ -195,21 +222,18 @@ def probe_columns(run: Path, step: int | None = None) -> dict[str, float]:
     if not path.exists():
         return {}
     try:
-        tree = Fields(read_json(path))
-        probes = tree.object("probes")
-        is_complete = probes.has("position") and probes.has("needle")
-        if step not in (None, tree.integer("step")) or not is_complete:
+        probed = read_value(_Probed, path, is_open=True)
+        positions, needles = probed.probes.position, probed.probes.needle
+        if step not in (None, probed.step) or positions is None or needles is None:
             return {}
-        positions, needles = probes.items("position"), probes.items("needle")
         if not positions or not needles:
-            raise InvalidField("position or needle is empty")
-        first, tokens = (positions[0].integers(name) for name in ("first_positions", "tokens"))
-        losses = positions[0].numbers("losses")
+            raise ValueError("position or needle is empty")
+        first, tokens, losses = vars(positions[0]).values()
         if not len(first) == len(tokens) == len(losses) > 0:
-            raise InvalidField("position has lists of different lengths")
-        accuracies = {each.integer("distance", 1): each.number("accuracy") for each in needles}
-        chance = needles[0].number("chance")
-    except (OSError, ValueError, InvalidField) as error:
+            raise ValueError("position has lists of different lengths")
+        accuracies = {needle.distance: needle.accuracy for needle in needles}
+        chance = needles[0].chance
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{path} is damaged ({error}); remove it: 'pretrain evaluate RUN --probe needle "
             "position' writes it"

@@ -14,8 +14,8 @@ from typing import Any
 
 from data_pipeline.lanes.lane_plan import comfortable_lanes
 from foundation.errors import ConfigError
-from foundation.records import json_text
-from foundation.settings import load_config, parse_config, to_tree
+from foundation.settings import load_config, parse_config
+from foundation.typed_values import json_text, to_tree
 from foundation.yaml_files import SHIPPED, dump_yaml, merge, parse_override
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig

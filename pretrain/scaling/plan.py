@@ -29,8 +29,8 @@ from data_pipeline.corpora.manifest import SPLITS
 from data_pipeline.lanes.lane_plan import check_lanes
 from data_pipeline.lanes.mixture import plan_of
 from foundation.errors import ConfigError, DataError
-from foundation.records import json_text
-from foundation.settings import differences, load_config, to_tree
+from foundation.settings import differences, load_config
+from foundation.typed_values import json_text, to_tree
 from pretrain.config.resolve import with_precision, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.device_memory import advice, cheapest_fit, footprint_of

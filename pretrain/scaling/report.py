@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foundation.files import make_directory, write_json
-from foundation.records import plain
-from pretrain.reporting.charts import chart_html, save_figure
+from foundation.typed_values import to_tree, with_nulls
+from pretrain.reporting.charts import (
+    chart_html,
+    save_figure,
+)
 from pretrain.reporting.html import (
     Card,
     folded,
@@ -225,7 +228,7 @@ def fit_tree(fit: Fit, flops: float | None = None) -> dict[str, Any]:
         "notes": fit.points.notes,
     }
     more = ("valleys", "unavailable", "left_out", "warnings")
-    return plain(tree | {name: getattr(fit, name) for name in more})
+    return with_nulls(to_tree(tree | {name: getattr(fit, name) for name in more}))
 
 
 @dataclass(frozen=True, kw_only=True)

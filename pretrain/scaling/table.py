@@ -16,9 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from foundation.errors import ConfigError, DataError
-from foundation.files import LARGEST_LIST_BYTES, parse_json, read_csv, read_text
-from foundation.records import shown
+from foundation.errors import ConfigError, DataError, shown
+from foundation.files import LARGEST_LIST_BYTES, read_text
+from foundation.tables import read_csv
+from foundation.typed_values import parse_json
 from foundation.yaml_files import did_you_mean
 from pretrain.terminal.text import counted
 

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foundation.cli import check_output_file
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, shown
 from foundation.files import YAML_SUFFIXES, make_directory, write_text
-from foundation.records import json_text
-from foundation.settings import LONGEST_NAME, parse_config, require_name, to_tree
-from foundation.yaml_files import Tree, abbreviated, dump_yaml, find_config, read_tree
+from foundation.settings import LONGEST_NAME, parse_config, require_name
+from foundation.typed_values import json_text, to_tree
+from foundation.yaml_files import Tree, dump_yaml, find_config, read_tree
 
 FORMAT = 1
 Kind = Literal["sizes", "rates", "lengths", "variants"]
@@ -141,7 +141,7 @@ def check_overrides(name: str, value: Any) -> None:
     """Raise ConfigError unless the value in a file is a list of overrides."""
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise ConfigError(
-            f"{name} is {abbreviated(value)}; write settings as on a command line: "
+            f"{name} is {shown(value)}; write settings as on a command line: "
             "[seed=1, model.memory_length=64]"
         )
 
@@ -156,14 +156,13 @@ def _expanded(tree: Tree, path: Path) -> Tree:
         )
     if not isinstance(grid, dict) or not grid:
         raise ConfigError(
-            f"{path}: grid is {abbreviated(grid)}; "
-            "write it as {optim.learning_rate: [3e-4, 1e-3], ...}"
+            f"{path}: grid is {shown(grid)}; write it as {{optim.learning_rate: [3e-4, 1e-3], ...}}"
         )
     for key, values in grid.items():
         is_list = isinstance(key, str) and isinstance(values, list) and values
         if not is_list or any(isinstance(each, dict) for each in values):
             raise ConfigError(
-                f"{path}: grid.{key} is {abbreviated(values)}; "
+                f"{path}: grid.{key} is {shown(values)}; "
                 "expected a list of values, such as [1, 2], under the name of a setting"
             )
     if (count := math.prod(map(len, grid.values()))) > MOST_CELLS:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import logging
 import os
 import re
@@ -22,7 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError
@@ -35,20 +34,20 @@ from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
 from foundation.errors import CheckpointError, ConfigError, DataError, named_setting
 from foundation.files import (
+    Content,
     fsync_file,
     make_directory,
     move,
     named_errors,
-    path_text,
-    read_regular,
+    read_json,
     sha256_of,
     sync_tree,
-    url_of,
     write_json,
 )
 from foundation.ownership import is_of_another_user
-from foundation.records import Fields, InvalidField, json_text
-from foundation.settings import parse_config, to_tree
+from foundation.paths import path_text, url_of
+from foundation.settings import parse_config
+from foundation.typed_values import Count, Sha256, from_tree, json_text, one_of, to_tree
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.pieces import open_tensors
 from pretrain.checkpoint.verify import latest_valid
@@ -211,29 +210,33 @@ def checked_export(directory: Path) -> dict[str, Any]:
     return tree
 
 
+@dataclass(frozen=True)
+class _Config:
+    """The contents of config.json."""
+
+    format: int
+    step: Count
+    run: dict[str, Any]
+    files: dict[Annotated[str, one_of(*FILES)], Content]
+    hash: Sha256
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     """Return the contents of config.json, with the fields of the right types; else an error."""
     try:
-        tree = json.loads(read_regular(path, LARGEST_CONFIG_BYTES))
-        fields = Fields(tree)
-        if fields.has("model_type"):
+        tree = read_json(path, LARGEST_CONFIG_BYTES)
+        if "model_type" in tree:
             raise CheckpointError(
                 f"{path} is for Hugging Face transformers; export the run without --format to read "
                 "it here"
             )
-        if (found := fields.integer("format")) != FORMAT:
+        if (version := tree.get("format")) != FORMAT:
             raise CheckpointError(
-                f"{path} has format {found}, this version reads format {FORMAT}; {EXPORT_AGAIN}"
+                f"{path} has format {version}, this version reads format {FORMAT}; {EXPORT_AGAIN}"
             )
-        fields.only(("format", "step", "run", "files", "hash")).integer("step")
-        fields.object("run")
-        fields.object("files").only(FILES)
-        for entry in fields.objects("files").values():
-            entry.integer("bytes")
-            entry.sha256("sha256")
-        if fields.sha256("hash") != _hash_of(tree):
-            raise InvalidField("it was changed after it was written")
-    except (ValueError, RecursionError, InvalidField) as error:
+        if from_tree(_Config, tree).hash != _hash_of(tree):
+            raise ValueError("it was changed after it was written")
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is corrupted ({error}); {EXPORT_AGAIN}") from None
     return tree
 

@@ -24,7 +24,8 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.web_requests import RetryPolicy, StoreError
 from data_pipeline.corpora.writable_store import WritableStore
 from foundation.files import Content
-from foundation.settings import load_config, to_tree
+from foundation.settings import load_config
+from foundation.typed_values import to_tree
 from pretrain.checkpoint import object_store
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.index import Checkpoint

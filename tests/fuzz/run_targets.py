@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from foundation.files import content_of, sha256_of
-from foundation.settings import to_tree
+from foundation.typed_values import to_tree
 from launcher import cli as launcher
 from pretrain import cli as pretrain
 from pretrain.checkpoint.object_store import MIRROR_INDEX, RUN_FILES, MirrorIndex, StoredCheckpoint

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from data_pipeline.config import CorpusConfig
-from foundation.settings import load_config, to_tree
+from foundation.settings import load_config
+from foundation.typed_values import to_tree
 from launcher import cli as launcher
 from launcher.slurm.sbatch import Job, render
 from pretrain import cli as pretrain

@@ -196,7 +196,7 @@ def test_the_rule_sees_reads_without_a_limit(code, is_found):
 def test_json_without_nan_is_made_in_one_place():
     """Messages between ranks and ids in lines for people are no files."""
     others = (
-        "foundation/records.py",
+        "foundation/typed_values.py",
         "foundation/errors.py",
         "pretrain/distributed/collectives.py",
     )

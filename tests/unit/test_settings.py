@@ -10,7 +10,8 @@ from data_pipeline.cli import main as data_pipeline
 from data_pipeline.config import CorpusConfig
 from docs import settings_page
 from foundation.errors import ConfigError
-from foundation.settings import load_config, parse_config, parse_size, settings_of
+from foundation.settings import load_config, parse_config, settings_of
+from foundation.sizes import parse_size
 from launcher.cli import main as launcher
 from pretrain.cli import main as pretrain
 from pretrain.config.cluster import ClusterConfig

@@ -20,16 +20,16 @@ import hashlib
 import itertools
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from foundation.errors import ConfigError
 from foundation.files import (
     SMALL_FILE_BYTES,
-    read_json,
     read_regular,
+    read_value,
     sha256_of,
 )
-from foundation.records import Fields, InvalidField
+from foundation.typed_values import Count, Line, Positive, between, one_of
 
 _ALIGNED_WIDTH = 8  # whose multiples are rows of 16 bytes; loads of others take more registers
 TABLE = Path(__file__).with_name("tiles.json")
@@ -169,9 +169,10 @@ def tiles_in(path: Path, head_width: int, capability: tuple[int, int]) -> Tiles:
     if not path.exists():
         return configured
     try:
-        found = _checked(Fields(read_json(path), "the table"), tiled_width(head_width), capability)
-        return replace(configured, **found) if is_aligned(head_width) else configured
-    except (OSError, ValueError, InvalidField) as error:
+        table = read_value(_Table, path, is_open=True)
+        tiles = _tiles_for(table, tiled_width(head_width), capability)
+        return replace(configured, **tiles) if is_aligned(head_width) else configured
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be used: {error}; remove it, or search again on this "
             "device (make gpu STEPS=tiles) and copy the new table there"
@@ -181,32 +182,42 @@ def tiles_in(path: Path, head_width: int, capability: tuple[int, int]) -> Tiles:
 _read_once = functools.cache(tiles_in)  # asked by every layer of every step
 
 
-def _checked(table: Fields, width: int, capability: tuple[int, int]) -> dict[str, Tile]:
-    """Return the tiles by kernel that the table has for the width; InvalidField if none fit."""
-    table.integer("format", FORMAT, FORMAT)
-    if (version := table.text("kernels")) != kernels_version():
-        raise InvalidField(f"it is for kernels {version}, these are {kernels_version()}")
-    found: dict[str, Tile] = {}
-    capabilities = set()
-    for row in table.items("tiles"):
-        kernel, its_capability = row.choice("kernel", KERNELS), tuple(row.integers("capability"))
-        tile = Tile(
-            row.integer("rows", 16, LARGEST_SIZE),
-            row.integer("columns", 16, LARGEST_SIZE),
-            row.integer("warps", 1, LARGEST_WARPS),
-            row.integer("stages", 1, MOST_STAGES),
-        )
-        capabilities.add(its_capability)
-        if its_capability == capability and tiled_width(row.integer("head_width", 1)) == width:
-            if kernel in found:
-                raise InvalidField(f"it has two tiles of {kernel} for heads of {width}")
-            found[kernel] = tile
+@dataclass(frozen=True)
+class _Row:
+    kernel: Annotated[str, one_of(*KERNELS)]
+    capability: tuple[Count, Count]
+    head_width: Positive
+    rows: Annotated[int, between(16, LARGEST_SIZE)]
+    columns: Annotated[int, between(16, LARGEST_SIZE)]
+    warps: Annotated[int, between(1, LARGEST_WARPS)]
+    stages: Annotated[int, between(1, MOST_STAGES)]
+
+
+@dataclass(frozen=True)
+class _Table:
+    format: Annotated[int, between(FORMAT, FORMAT)]
+    kernels: Line
+    tiles: tuple[_Row, ...]
+
+
+def _tiles_for(table: _Table, width: int, capability: tuple[int, int]) -> dict[str, Tile]:
+    """Return the tiles by kernel that the table has for the width; ValueError if none fit."""
+    if table.kernels != kernels_version():
+        raise ValueError(f"it is for kernels {table.kernels}, these are {kernels_version()}")
+    capabilities = {row.capability for row in table.tiles}
     if capability not in capabilities:
-        known = ", ".join(".".join(map(str, each)) for each in sorted(capabilities)) or "no device"
-        raise InvalidField(
-            f"it is for compute capability {known}, found {capability[0]}.{capability[1]}"
+        known = ", ".join(f"{major}.{minor}" for major, minor in sorted(capabilities))
+        raise ValueError(
+            f"it is for compute capability {known or 'of no device'}, "
+            f"found {capability[0]}.{capability[1]}"
         )
-    return found
+    tiles: dict[str, Tile] = {}
+    for row in table.tiles:
+        if row.capability == capability and tiled_width(row.head_width) == width:
+            if row.kernel in tiles:
+                raise ValueError(f"it has two tiles of {row.kernel} for heads of {width}")
+            tiles[row.kernel] = Tile(row.rows, row.columns, row.warps, row.stages)
+    return tiles
 
 
 class Chunk(NamedTuple):

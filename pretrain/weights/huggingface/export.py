@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
-from foundation.files import atomic_write, path_text, read_text, write_json, write_text
-from foundation.records import json_text
-from foundation.settings import assert_never, to_tree
+from foundation.files import atomic_write, read_text, write_json, write_text
+from foundation.paths import path_text
+from foundation.settings import assert_never
+from foundation.typed_values import json_text, to_tree
 from pretrain.config.phases import spans_of_phases
 from pretrain.costs.flops import model_in_words, parameters_of
 from pretrain.rundir.code_version import code_version

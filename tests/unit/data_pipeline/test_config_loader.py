@@ -10,7 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from foundation.errors import ConfigError
-from foundation.settings import load_config, parse_config, to_tree
+from foundation.settings import load_config, parse_config
+from foundation.typed_values import to_tree
 from foundation.yaml_files import SHIPPED, dump_yaml, parse_override, read_tree
 from pretrain.config.run import RunConfig
 
@@ -237,7 +238,7 @@ def test_a_text_keeps_its_spelling(tmp_path, text):
         ("count=true", "count"),
         ("name=yes", "name"),
         ("name=true", "name"),
-        ("inner.sizes=[true, false]", "inner.sizes"),
+        ("inner.sizes=[1, true]", "inner.sizes.1"),
         ("inner.sizes=[1, 2\u0660]", "inner.sizes.1"),
         ("count=\uff12", "count"),
         ("path=", "path"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foundation.errors import ConfigError, DataError
-from foundation.files import check_table_path, read_csv, write_csv
+from foundation.tables import check_table_path, read_csv, write_csv
 from pretrain.scaling.table import csv_rows
 
 

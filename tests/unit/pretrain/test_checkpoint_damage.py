@@ -303,7 +303,7 @@ CONFUSION: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown field of a file": (
         lambda step: rewrite_index(step, lambda index: index["ranks"][0].update(mode=4095)),
-        "'mode'",
+        "mode",
     ),
 }
 

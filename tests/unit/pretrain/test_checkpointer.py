@@ -19,7 +19,7 @@ import torch
 
 from foundation.errors import CheckpointError, UnreadableError, UserError
 from foundation.retry import Patience, StorageError
-from foundation.settings import to_tree
+from foundation.typed_values import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.disk import Disk

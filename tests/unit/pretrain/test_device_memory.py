@@ -13,7 +13,7 @@ import torch
 
 from foundation.errors import ConfigError
 from foundation.own_programs import own_command
-from foundation.settings import to_tree
+from foundation.typed_values import to_tree
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.costs.device_memory import (

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.meta import meta_as_gpu, model_on_meta, trained_on_meta
 from benchmarks.static import GIB, runs
-from foundation.settings import parse_config, to_tree
+from foundation.settings import parse_config
+from foundation.typed_values import to_tree
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.costs.device_memory import Footprint, lane_bytes
 from pretrain.costs.flops import lanes_of_pass, parameters_of

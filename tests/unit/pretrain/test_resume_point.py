@@ -17,8 +17,7 @@ import pytest
 
 from foundation.errors import CheckpointError, OtherVersionError, UnreadableError
 from foundation.files import content_of
-from foundation.records import from_json, to_json
-from foundation.settings import to_tree
+from foundation.typed_values import from_json, to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import verify as verify_module
 from pretrain.checkpoint.disk import Disk
@@ -153,7 +152,7 @@ def test_what_rank_0_knows_of_the_past_reaches_all_ranks(stored):
     past = stored.past()
     assert past.facts
     assert past.history.standing
-    assert from_json(Past, json.loads(json.dumps(to_json(past)))) == past
+    assert from_json(Past, json.dumps(to_tree(past))) == past
 
 
 def test_a_checkpoint_without_an_attempt_stands_as_those_of_its_time_do():

@@ -14,9 +14,9 @@ import pytest
 
 from data_pipeline.config import MixturePart
 from foundation.errors import ConfigError, UserError
-from foundation.records import json_text
 from foundation.retry import Patience
-from foundation.settings import settings_of, to_tree
+from foundation.settings import settings_of
+from foundation.typed_values import json_text, to_tree
 from pretrain.checkpoint.directory import INDEX
 from pretrain.checkpoint.facts import Destination
 from pretrain.cli import main

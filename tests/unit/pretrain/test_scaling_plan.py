@@ -16,7 +16,9 @@ import pytest
 
 from foundation.errors import ConfigError
 from foundation.files import write_text
-from foundation.settings import amount_of, load_config, to_tree
+from foundation.settings import load_config
+from foundation.sizes import amount_of
+from foundation.typed_values import to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.cli import main
 from pretrain.commands.scale import rule_of

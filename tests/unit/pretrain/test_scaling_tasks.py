@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foundation.errors import DataError
-from foundation.files import write_csv
+from foundation.tables import write_csv
 from pretrain.commands import scale
 from pretrain.scaling.table import Points
 from pretrain.scaling.task_fit import Sigmoid, fit_sigmoid, fit_task

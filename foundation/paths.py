@@ -1,0 +1,60 @@
+"""Paths and names: of files, of what lies below a directory, and URLs in their place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from foundation.errors import DataError, is_one_line
+
+LONGEST_NAME_BYTES = 255
+_URL = re.compile(r"([a-z][a-z0-9-]+):/+(.*)")
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether this is the name of a visible file in some directory, and nothing else."""
+    return (
+        0 < len(name.encode(errors="replace")) <= LONGEST_NAME_BYTES
+        and not name.startswith(".")
+        and "/" not in name
+        and is_one_line(name)
+    )
+
+
+def path_below(root: Path, name: str) -> Path:
+    """Return the path `name` below `root`; DataError if it is not a path there.
+
+    For names that come from elsewhere: they may not leave `root`, neither by `..` nor through a
+    link, and equal paths have equal names.
+    """
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\0" in name:
+        raise DataError(
+            f"found the name {name!r}, expected a plain path that stays inside {root}; rename it"
+        )
+    path = root
+    for part in parts[:-1]:
+        path = path / part
+        if path.is_symlink():
+            raise DataError(f"{path} is a link, expected a folder; remove it")
+    return path / parts[-1]
+
+
+def url_of(path: Path | str) -> str | None:
+    """Return the URL that `path` holds, or None if it is a plain path.
+
+    Settings and command lines accept a URL wherever they accept a corpus directory. pathlib turns
+    `s3://` into `s3:/`; this restores the slashes.
+    """
+    match = _URL.fullmatch(str(path))
+    return f"{match[1]}://{match[2]}" if match else None
+
+
+def path_text(path: Path | str) -> str:
+    """Return `path` as the user wrote it."""
+    return url_of(path) or str(path)
+
+
+def absolute(path: Path) -> Path:
+    """Return the absolute path; a URL stays as it is."""
+    return path if url_of(path) else path.resolve()
