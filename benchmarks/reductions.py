@@ -28,7 +28,7 @@ from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.settings import parse_config
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.costs.device_memory import bucket_elements
-from pretrain.costs.flops import parameters_of
+from pretrain.costs.flops import parameter_counts
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.optim.parameter_groups import parameter_groups
 from pretrain.run import build_engine
@@ -102,7 +102,7 @@ def _counted(run: RunConfig, world: World, counts: Counter[str]) -> dict[str, fl
         waits = counts["synchronize"]
         engine.step(1e-3)
     engine.close()
-    return _counts(waits, sent.collectives, sent.sent / parameters_of(run.model).total)
+    return _counts(waits, sent.collectives, sent.sent / parameter_counts(run.model).total)
 
 
 def computed_reductions(run: RunConfig, ranks: int) -> dict[str, dict[str, float]]:

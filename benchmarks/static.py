@@ -46,10 +46,10 @@ from benchmarks.reductions import (
 )
 from foundation.files import read_json, write_json, write_text
 from foundation.settings import load_config
-from pretrain.config.engine import Attention, attention_of
+from pretrain.config.engine import Attention, chosen_attention
 from pretrain.config.model import POSITIONS, ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.kernels.triton.tiling import Tile, Workspace, built_in_tiles, workspace_of
+from pretrain.kernels.triton.tiling import Tile, Workspace, backward_workspace, built_in_tiles
 from tests.helpers.compiled_layer import num_operations
 from tests.helpers.host_reads import measured_reads
 from tests.helpers.live_tensors import (
@@ -155,7 +155,7 @@ def compiled_kernels() -> dict[str, Any]:
 def kernel_names(model: ModelConfig) -> dict[str, str]:
     """Return the model's fused kernels, as `Tiles` and as `benchmarks kernels` name them."""
     positions = POSITIONS[model.positions]
-    has_documents = attention_of("auto", model, on_gpu=True, is_half=True)[0] is Attention.SDPA
+    has_documents = chosen_attention("auto", model, on_gpu=True, is_half=True)[0] is Attention.SDPA
     options = {
         "documents": has_documents or model.isolate_documents,
         "dropout": model.attention_dropout > 0,
@@ -188,7 +188,7 @@ def models_table(kernels: Mapping[str, Any]) -> dict[str, Any]:
 def _row(run: RunConfig, kernels: Mapping[str, Any], launches: Counter[str]) -> dict[str, Any]:
     one, two = (_counted(run, layers, launches) for layers in (1, 2))
     return {
-        "attention": attention_of("auto", run.model, on_gpu=True, is_half=True)[0].name.lower(),
+        "attention": chosen_attention("auto", run.model, on_gpu=True, is_half=True)[0].name.lower(),
         "utilization": {f"{lanes}": utilizations(run, lanes, kernels) for lanes in LANE_COUNTS},
         **{name: {each: two[name][each] - one[name][each] for each in one[name]} for name in one},
         "peak_gib": round(_counted_peak(run) / GIB, 2),
@@ -226,7 +226,7 @@ def utilizations(run: RunConfig, lanes: int, kernels: Mapping[str, Any]) -> dict
 def workspace_of_run(run: RunConfig, lanes: int) -> Workspace:
     """Return the workspace of a layer's backward pass."""
     model, queries = run.model, run.data.segment_length
-    return workspace_of(
+    return backward_workspace(
         lanes=lanes,
         queries=queries,
         keys=queries + model.longest_memory,

@@ -30,7 +30,7 @@ from launcher.slurm.sbatch import (
 from launcher.stop_signals import StopSignals
 from pretrain.config.cluster import ClusterConfig, NodeRange
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.reporting.results import differing_settings
 from pretrain.rundir.branch import begin_branch
@@ -96,7 +96,7 @@ def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
 
     def flops_left(cell: CellRun) -> float:
         try:
-            flops = cost_of(with_vocabulary(cell.config)).flops
+            flops = run_cost(with_vocabulary(cell.config)).flops
         except UserError:  # the corpus is missing, and the cell itself will report that
             return 0.0
         return flops * (1 - cell.state.step / cell.config.optim.steps)

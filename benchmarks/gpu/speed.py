@@ -17,7 +17,7 @@ from data_pipeline.lanes.prefetcher import Prefetcher
 from pretrain.config.devices import DEVICES, device_named
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import Footprint
-from pretrain.costs.flops import cost_of, flops_of, mean_memory
+from pretrain.costs.flops import mean_memory, run_cost, token_flops
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World
 
@@ -55,7 +55,7 @@ def speed(context: Context) -> None:
     values: dict[str, Any] = {}
     if isinstance(trainer, Trainer):
         estimated = Footprint(run, 1, not context.is_dry).device
-        values = {"parameters": cost_of(run).parameters, "describe_gib": estimated / 2**30}
+        values = {"parameters": run_cost(run).parameters, "describe_gib": estimated / 2**30}
     else:
         values["parameters"] = sum(each.numel() for each in trainer.module.parameters())
     context.add(
@@ -123,10 +123,10 @@ def visible_flops_per_token(run: RunConfig) -> float:
 
     Query i of L sees the M memory rows and i + 1 keys of its segment: (L + 1) / 2 on average.
     """
-    cost, length = cost_of(run).flops_per_token, run.data.segment_length
+    cost, length = run_cost(run).flops_per_token, run.data.segment_length
     remembered = mean_memory(run.model)
     hidden = 1.0 - (remembered + (length + 1) / 2) / (remembered + length)
-    return cost - 3 * hidden * flops_of(run.model, length, run.data.lanes).attention
+    return cost - 3 * hidden * token_flops(run.model, length, run.data.lanes).attention
 
 
 def makers_peak(device_name: str) -> float | None:

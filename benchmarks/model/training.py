@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.measure import Comparison, Measurement, in_turns, timed
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig
-from pretrain.costs.flops import cost_of, flops_of
+from pretrain.costs.flops import run_cost, token_flops
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
@@ -83,7 +83,7 @@ def _comparison(length: int, peak: float, goal: float, rounds: int) -> Compariso
         baseline=timed(lambda: reference()()),
         candidate=timed(lambda: ours()(tokens_BT)),
         rounds=rounds,
-        floor_seconds=cost_of(run).flops_per_token * run.tokens_per_step / peak,
+        floor_seconds=run_cost(run).flops_per_token * run.tokens_per_step / peak,
     )
 
 
@@ -112,7 +112,7 @@ class GrowthPoint:
 
     @property
     def flops_per_token(self) -> float:
-        return flops_of(self.model, self.segment_length, GROWTH_LANES).training
+        return token_flops(self.model, self.segment_length, GROWTH_LANES).training
 
 
 def growth_points() -> list[GrowthPoint]:

@@ -12,7 +12,7 @@ from foundation.errors import ConfigError, UserError
 from foundation.files import refuse_overwrite, write_new
 from foundation.yaml_files import require_yaml_name
 from launcher.slurm.client import Partition, Slurm
-from pretrain.config.cluster import ClusterConfig, seconds_of
+from pretrain.config.cluster import ClusterConfig, time_limit_seconds
 
 LONGEST_JOB = "24:00:00"
 SIGNAL_SECONDS = 300
@@ -74,9 +74,9 @@ def as_file(partition: Partition | None, file: Path) -> str:
     gpus = partition.gpus_per_node if partition else 0
     ranks = gpus or min(2, cores)
     limit = partition.time_limit if partition else "n/a"
-    if limit == "n/a" or seconds_of(limit) > seconds_of(LONGEST_JOB):
+    if limit == "n/a" or time_limit_seconds(limit) > time_limit_seconds(LONGEST_JOB):
         limit = LONGEST_JOB
-    signal = round(min(SIGNAL_SECONDS, seconds_of(limit) / 2))
+    signal = round(min(SIGNAL_SECONDS, time_limit_seconds(limit) / 2))
     kind = (
         f"gpus_per_node: {gpus}  # each gets a rank; with Slurm's type of GPU: h100:{gpus}\n"
         "# gpu: H100  # or A100, L40S, ...: to check memory and estimate time before a start"

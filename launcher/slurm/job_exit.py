@@ -31,7 +31,7 @@ from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
 from pretrain.checkpoint.verify import latest_step
-from pretrain.config.cluster import load_cluster, seconds_of
+from pretrain.config.cluster import load_cluster, time_limit_seconds
 from pretrain.rundir.attempt_files import list_attempts
 from pretrain.rundir.events import Event, JobEnded, JobEndReason
 from pretrain.rundir.exit_statuses import EXIT_STOPPED
@@ -379,7 +379,7 @@ class JobExit:
         """Return the time limit of the cluster file if this job's is shorter, or ''."""
         try:
             usual = load_cluster(Snapshot(self._run_dir.path).cluster).time_limit
-            return usual if seconds_of(self._time_limit) < seconds_of(usual) else ""
+            return usual if time_limit_seconds(self._time_limit) < time_limit_seconds(usual) else ""
         except (ConfigError, OSError, ValueError):
             return ""
 

@@ -27,13 +27,13 @@ from foundation.paths import url_of
 from foundation.typed_values import to_tree
 from foundation.yaml_files import dump_yaml
 from launcher.slurm.client import Partition
-from pretrain.config.cluster import ClusterConfig, NodeRange, control_characters, seconds_of
+from pretrain.config.cluster import ClusterConfig, NodeRange, control_characters, time_limit_seconds
 from pretrain.config.devices import DEVICES
-from pretrain.config.evaluation_sets import split_of
+from pretrain.config.evaluation_sets import evaluated_split
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.device_memory import advice, checkpoint_bytes, footprint_of
+from pretrain.costs.device_memory import advice, checkpoint_bytes, largest_footprint
 from pretrain.costs.hardware import GIB, USABLE
 from pretrain.rundir.events import Event
 from pretrain.rundir.history import work_dirs
@@ -384,7 +384,7 @@ def _never_fits(cluster: ClusterConfig, nodes: NodeRange, partition: Partition) 
             has = f"partition {partition.name!r} has {there}"
             return f"found {asked} {resource}, {has}; request fewer"
     limit = partition.time_limit
-    if limit != "n/a" and seconds_of(cluster.time_limit) > seconds_of(limit):
+    if limit != "n/a" and time_limit_seconds(cluster.time_limit) > time_limit_seconds(limit):
         return (
             f"time_limit={cluster.time_limit} is beyond the {limit} of partition "
             f"{partition.name!r}; request less: a run continues in the next job"
@@ -406,7 +406,7 @@ def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
 
 def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None:
     capacity = USABLE * (cluster.gpu_memory or DEVICES[cluster.gpu_model].memory)
-    needed = footprint_of(config, ranks, on_gpu=True).device
+    needed = largest_footprint(config, ranks, on_gpu=True).device
     if needed > capacity:
         raise ConfigError(
             f"a rank needs about {needed / GIB:.1f} GiB, an {cluster.gpu_model} leaves "
@@ -428,7 +428,7 @@ def missing_notes(config: RunConfig) -> list[str]:
         read.append((f"mixture of {part.path}", Path(part.path), train, corpus))
     for name, path in config.evaluation.sets.items():
         split = "finished split of a corpus"
-        read.append((f"evaluation.sets.{name}", split_of(Path(path)), MANIFEST_NAME, split))
+        read.append((f"evaluation.sets.{name}", evaluated_split(Path(path)), MANIFEST_NAME, split))
     return [
         f"warning: {name}: found no {kind} at {path} on this host; the run is refused when its job "
         "starts, unless the nodes see it there: build it, or correct the path"

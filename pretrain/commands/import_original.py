@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the export if a forward pass through the imported model succeeds."""
     # Late: torch takes seconds.
     from pretrain.weights.export import refuse_existing, write_export
-    from pretrain.weights.original import checked_loss, import_state, read_state
+    from pretrain.weights.original import checked_loss, import_state, read_state_dict
 
     refuse_existing(arguments.output)
     config = load_config(RunConfig, arguments.config, arguments.settings)
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             settings = TokenizerConfig(kind="words", end_token=arguments.end_token)
             given_tokenizer(arguments.vocabulary, settings).load().save(home / TOKENIZER_DIRECTORY)
         config = with_known_vocabulary(config, home)
-        module = import_state(read_state(arguments.state_dict), config.model)
+        module = import_state(read_state_dict(arguments.state_dict), config.model)
         loss = checked_loss(module)
         write_export(arguments.output, module, config, 0, home)
     total = sum(parameter.numel() for parameter in module.parameters())

@@ -26,7 +26,7 @@ from pretrain.commands.scale import (
 )
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.scaling.collect import rate_checks, row_of, shown_rows, write_rows
 from pretrain.scaling.fit import (
     TITLES,
@@ -165,7 +165,7 @@ def _nearest(base: RunConfig, law: Approach, arguments: argparse.Namespace) -> l
     shaped = family.nearest(law.parameters(at).value, FAR_SIZE)
     run = with_budget(shaped, flops, rule_of(base, arguments))
     run = replace(run, name=f"{base.name}-c{flops:.3g}".replace("+", ""))
-    cost, model = cost_of(run), run.model
+    cost, model = run_cost(run), run.model
     lines = [
         f"nearest legal run: {counted(model.num_layers, 'layer')}, d_model {model.d_model}, "
         f"{counted(model.num_heads, 'head')} of {model.head_width}: N {amount(cost.parameters)}, "

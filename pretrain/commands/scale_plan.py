@@ -22,7 +22,7 @@ from pretrain.comparisons.comparison import plan_members, read_comparison
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import checkpoint_bytes
-from pretrain.costs.flops import computed_flops_of_step
+from pretrain.costs.flops import computed_step_flops
 from pretrain.costs.hardware import GIB, Hardware
 from pretrain.scaling.law import amount
 from pretrain.scaling.learning_rate import FEWEST_RATES, TunedRule
@@ -194,7 +194,7 @@ def _of_one_model(kind: Kind, base: RunConfig, arguments: argparse.Namespace) ->
         return [planned_run(with_steps(run, steps)) for run in varied(file, overrides, axes)]
     segments = arguments.segments or [base.data.segment_length]
     memories = arguments.memories or [base.model.longest_memory]
-    flops = computed_flops_of_step(base, 1) * steps
+    flops = computed_step_flops(base, 1) * steps
     found = []
     for run in varied(file, overrides, [*length_axes(base, segments, memories), seeds]):
         same = {"tokens": with_steps(run, steps), "flops": at_computed_flops(run, flops)}

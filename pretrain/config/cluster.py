@@ -170,7 +170,7 @@ class ClusterConfig:
         _check_texts(self)
         if self.time_limit.isdecimal():  # to Slurm minutes, to most people seconds
             raise ConfigError(f"time_limit={self.time_limit} has no unit; write it as 24:00:00")
-        if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * seconds_of(self.time_limit):
+        if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * time_limit_seconds(self.time_limit):
             raise ConfigError(
                 f"signal_seconds={self.signal_seconds} must be at most half of "
                 f"time_limit={self.time_limit}"
@@ -253,7 +253,7 @@ def load_cluster(path: Path) -> ClusterConfig:
     return load_config(ClusterConfig, path)
 
 
-def seconds_of(time_limit: str) -> float:
+def time_limit_seconds(time_limit: str) -> float:
     """A time limit as Slurm writes it, in seconds; infinity for UNLIMITED and the like."""
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return float("inf")

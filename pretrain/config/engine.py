@@ -129,7 +129,7 @@ LIMITS = (
 )
 
 
-def attention_of(
+def chosen_attention(
     kernel: AttentionKernel, model: ModelConfig, *, on_gpu: bool, is_half: bool
 ) -> tuple[Attention, str]:
     """Return how a model attends with this `engine.attention_kernel`, and why not faster."""
@@ -155,7 +155,7 @@ def attention_of(
     return Attention.PLAIN, f"{reason}; not the fused kernel: {', '.join(for_fused)}"
 
 
-def delta_rule_of(
+def chosen_delta_rule(
     kernel: AttentionKernel, model: ModelConfig, *, on_gpu: bool, is_half: bool
 ) -> tuple[DeltaRule, str]:
     """Return how deltanets compute with this `engine.attention_kernel`, and why not faster."""
@@ -172,9 +172,9 @@ def delta_rule_of(
 def attention_in(
     engine: EngineConfig, model: ModelConfig, *, on_gpu: bool
 ) -> tuple[Attention, str]:
-    """Return `attention_of` a run."""
+    """Return `chosen_attention` a run."""
     is_half = engine.number_format != "fp32"
-    return attention_of(engine.attention_kernel, model, on_gpu=on_gpu, is_half=is_half)
+    return chosen_attention(engine.attention_kernel, model, on_gpu=on_gpu, is_half=is_half)
 
 
 def check_attention(engine: EngineConfig, model: ModelConfig) -> None:

@@ -30,7 +30,7 @@ class EvaluationSet:
     is_part: bool = False  # of a mixture: it may have no validation split, and is left out then
 
 
-def split_of(path: Path) -> Path:
+def evaluated_split(path: Path) -> Path:
     """Return the split that a path stands for: itself, or the validation split of a corpus."""
     is_split = url_of(path) is None and (path / MANIFEST_NAME).is_file()
     return path if is_split else path / VALIDATION
@@ -39,7 +39,7 @@ def split_of(path: Path) -> Path:
 def evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     """Return the sets of a run with all its phases; a named one replaces a part of its name."""
     parts = list({part.path: part for part in run.data.all_parts}.values())
-    names = _names_of([part.path for part in parts])
+    names = _set_names([part.path for part in parts])
     sets = {
         name: EvaluationSet(name, part.path, run.data.manifest_hashes, is_part=True)
         for name, part in zip(names, parts, strict=True)
@@ -62,7 +62,7 @@ def splits_of_sets(run: RunConfig) -> dict[str, Path]:
         return found
     expected = read_manifest(run.data.directory() / VALIDATION).tokenizer
     for each in sets:
-        split = split_of(each.path)
+        split = evaluated_split(each.path)
         with named_setting(f"evaluation.sets.{each.name}"):
             corpus = pinned_directory(split.parent, run.data.cache, each.manifest_hashes)
             directory = corpus / split.name
@@ -96,7 +96,7 @@ def check_same_sets(hashes_of_ranks: Sequence[Mapping[str, str]]) -> None:
             )
 
 
-def _names_of(paths: Iterable[Path]) -> list[str]:
+def _set_names(paths: Iterable[Path]) -> list[str]:
     """Return a name for each path: its last part, or its last two, or with a number."""
     parts = [re.sub(r"[^A-Za-z0-9._+/-]", "-", str(path)).split("/") for path in paths]
     parts = [[part.strip("-.") or "part" for part in each] for each in parts]

@@ -10,16 +10,16 @@ from pretrain.config.engine import Attention, DeltaRule, attention_in, described
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import Footprint, advice, footprint_of, largest_micro_batch
+from pretrain.costs.device_memory import Footprint, advice, largest_footprint, largest_micro_batch
 from pretrain.costs.flops import (
     Flops,
     Parameters,
-    computed_flops_of_step,
-    cost_of,
-    flops_of,
+    computed_step_flops,
     model_in_words,
     orthogonalizing_flops,
-    parameters_of,
+    parameter_counts,
+    run_cost,
+    token_flops,
 )
 from pretrain.costs.hardware import GIB, Hardware
 from pretrain.costs.run_time import SLOWER_WHILE_WRITING, RunTime, failure_costs, run_time
@@ -35,12 +35,12 @@ def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) ->
     config = with_precision(config, best="bf16" if hardware.on_gpu else "fp32")
     engine = config.engine
     precision = engine.number_format + (f" ({setting})" if setting != engine.precision else "")
-    parameters = parameters_of(config.model)
+    parameters = parameter_counts(config.model)
     segment, segments = config.data.segment_length, config.optim.gradient_segments
-    flops = flops_of(config.model, segment, config.data.lanes, segments)
+    flops = token_flops(config.model, segment, config.data.lanes, segments)
     peak = hardware.device.peak(engine) * hardware.assumed_mfu(mfu)
     time = run_time(config, hardware.world_size, peak)
-    footprint = footprint_of(config, hardware.world_size, hardware.on_gpu)
+    footprint = largest_footprint(config, hardware.world_size, hardware.on_gpu)
     model = model_in_words(config)
     lines = [
         f"{config.name}: {counted(hardware.world_size, 'rank')} ({hardware.name}), "
@@ -162,8 +162,8 @@ def _memory_lines(run: RunConfig, hardware: Hardware, found: Footprint) -> list[
 def _time_lines(config: RunConfig, hardware: Hardware, time: RunTime, mfu: float) -> list[str]:
     device, world_size = hardware.device, hardware.world_size
     spans = spans_of_phases(config, range(config.optim.steps))
-    cost = cost_of(config)
-    computed = sum(count * computed_flops_of_step(phase, world_size) for phase, count in spans)
+    cost = run_cost(config)
+    computed = sum(count * computed_step_flops(phase, world_size) for phase, count in spans)
     tokens_per_second = config.tokens_per_step / time.of_step[0]
     first = f"({config.tokens_per_step:,} tokens)"
     a_day = f"{si(86400 * tokens_per_second)} tokens a day"

@@ -42,17 +42,17 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.flops import (
     Parameters,
-    bins_of,
-    chunks_of,
-    lanes_of_pass,
+    delta_rule_chunks,
     moment_bytes,
-    parameters_of,
-    tokens_of_pass,
-    weights_of,
+    parameter_counts,
+    pass_lanes,
+    pass_tokens,
+    vocabulary_bins,
+    weight_shapes,
 )
 from pretrain.costs.hardware import GIB
 from pretrain.kernels.delta_rule import CHUNK_TOKENS, delta_rule_here
-from pretrain.kernels.triton.tiling import built_in_tiles, workspace_of
+from pretrain.kernels.triton.tiling import backward_workspace, built_in_tiles
 
 MASTER_BYTES = 4
 EXACT_BYTES = 4  # the delta rule computes in float32
@@ -152,11 +152,11 @@ class Footprint:
 
     @cached_property
     def _parameters(self) -> Parameters:
-        return parameters_of(self.run.model)
+        return parameter_counts(self.run.model)
 
     @cached_property
     def _stage(self) -> int:
-        return stage_of(self.run)
+        return sharding_stage(self.run)
 
     @property
     def _weight_bytes(self) -> int:
@@ -178,7 +178,7 @@ class Footprint:
             return Buffers(before=0.0 if w == 4 else 4 * P, after=4 * P)
         if self._stage == 0:
             return Buffers(after=w * P, summing=w * min(P, COPIED))
-        if optimizer_of(run) == "BF16_Optimizer":
+        if deepspeed_optimizer(run) == "BF16_Optimizer":
             return Buffers(before=4 * P, after=6 * P, summing=4 * min(P, COPIED))
         bucket, offloads = bucket_elements(run), run.engine.offload_optimizer
         moments = moment_bytes(run.model, run.optim) if offloads else 0.0
@@ -230,9 +230,9 @@ class Footprint:
 
     @property
     def _logits(self) -> float:
-        pass_rows = tokens_of_pass(self.run, self.world_size)
+        pass_rows = pass_tokens(self.run, self.world_size)
         rows = min(self.run.engine.logits_chunk_tokens or pass_rows, pass_rows)
-        bins = bins_of(self.run.model)
+        bins = vocabulary_bins(self.run.model)
         copies = LOGIT_COPIES_OF_Z_LOSS if self.run.model.z_loss else LOGIT_COPIES
         logits = copies * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
         if rows < pass_rows and self._weight_bytes == 2:  # gradients are summed in float32
@@ -240,7 +240,7 @@ class Footprint:
         return logits
 
     def _recurrent_memory(self, is_offloaded: bool) -> float:
-        of_one_lane, at_once = lane_bytes(self.run), lanes_of_pass(self.run, self.world_size)
+        of_one_lane, at_once = lane_bytes(self.run), pass_lanes(self.run, self.world_size)
         # Between the segments of a step; kept for the backward pass.
         between = (self.run.optim.gradient_segments - 1) * of_one_lane * at_once
         if is_offloaded and self.on_gpu:  # on a CPU, host memory is what is counted
@@ -258,7 +258,7 @@ class Footprint:
 
     @cached_property
     def _layers(self) -> list[LayerBytes]:
-        model, lanes = self.run.model, lanes_of_pass(self.run, self.world_size)
+        model, lanes = self.run.model, pass_lanes(self.run, self.world_size)
         kinds: list[tuple[LayerKind, int]] = [
             (model.layer_kind(index), length + model.compressed_length)
             for index, length in enumerate(model.memory_lengths())
@@ -273,7 +273,7 @@ class Footprint:
         run, layers = self.run, self._layers
         segments = run.optim.gradient_segments
         if run.engine.activation_checkpointing == "full":  # their inputs
-            tokens = segments * lanes_of_pass(run, self.world_size)
+            tokens = segments * pass_lanes(run, self.world_size)
             tokens *= run.model.read_tokens(run.data.segment_length)
             return float(len(layers) * tokens * run.model.d_model * self._weight_bytes)
         kept = segments * sum(layer.kept for layer in layers)
@@ -289,7 +289,7 @@ class Footprint:
         return max(layer.kept * runs_again + layer.working for layer in self._layers)
 
 
-def footprint_of(run: RunConfig, world_size: int, on_gpu: bool = False) -> Footprint:
+def largest_footprint(run: RunConfig, world_size: int, on_gpu: bool = False) -> Footprint:
     """Return what the run occupies in the phase in which a rank needs the most memory."""
     phases = [Footprint(phase, world_size, on_gpu) for phase in runs_of_phases(run)]
     return max(phases, key=lambda phase: phase.device) if phases[1:] else phases[0]
@@ -314,7 +314,7 @@ def checkpoint_bytes(run: RunConfig) -> float:
     File headers and the random-number state of each rank (5 kB) come on top.
     """
     copies = 1 + bool(run.optim.ema_decay)
-    weights = MASTER_BYTES * copies * parameters_of(run.model).total
+    weights = MASTER_BYTES * copies * parameter_counts(run.model).total
     return weights + moment_bytes(run.model, run.optim) + run.data.lanes * lane_bytes(run)
 
 
@@ -330,10 +330,10 @@ def activation_bytes(run: RunConfig) -> int:
 
 def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gpu: bool) -> None:
     """Raise ConfigError if this node cannot hold the weights that its ranks draw, in float32."""
-    if on_gpu and stage_of(run) == 3:
+    if on_gpu and sharding_stage(run) == 3:
         return  # each parameter goes to the GPUs before the next one is drawn
-    parameters = parameters_of(run.model).total
-    drawn = parameters * ranks_on_node / (world_size if stage_of(run) == 3 else 1)
+    parameters = parameter_counts(run.model).total
+    drawn = parameters * ranks_on_node / (world_size if sharding_stage(run) == 3 else 1)
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if MASTER_BYTES * drawn > room:
         raise ConfigError(
@@ -426,7 +426,7 @@ def _deltanet_elements(run: RunConfig, tokens: int) -> tuple[int, int, float]:
     model, n = run.model, run.model.num_heads
     w, v = n * model.head_width, n * model.deltanet_value_width
     taps = CONVOLUTION_WIDTH - 1 if model.isolate_documents else 0
-    number, size = chunks_of(tokens)
+    number, size = delta_rule_chunks(tokens)
     of_mixer = tokens * ((2 + taps) * (2 * w + v) + 4 * v)
     joined = model.d_model * (2 * w + v + 2 * n)
     of_rule = tokens * (9 * w + 5 * v) + number * (5 * n * size * size + v * model.head_width)
@@ -448,7 +448,7 @@ def _elements_of_fla(run: RunConfig, tokens: int) -> tuple[float, float]:
 def _workspace(run: RunConfig, lanes: int, queries: int, memory: int) -> float:
     """Return gradients of the scores of some heads, which the fused kernels pass to each other."""
     model, width = run.model, activation_bytes(run)
-    needed = workspace_of(
+    needed = backward_workspace(
         lanes=lanes,
         queries=queries,
         keys=queries + memory,
@@ -461,14 +461,14 @@ def _workspace(run: RunConfig, lanes: int, queries: int, memory: int) -> float:
     return float(needed.num_bytes(width))
 
 
-def stage_of(run: RunConfig) -> int:
+def sharding_stage(run: RunConfig) -> int:
     """Return the ZeRO stage; plain torch has none."""
     return run.engine.zero_stage if run.engine.kind == "deepspeed" else 0
 
 
-def optimizer_of(run: RunConfig) -> str:
+def deepspeed_optimizer(run: RunConfig) -> str:
     """Return the class that DeepSpeed wraps around our optimizer; empty if it does not."""
-    stage, precision = stage_of(run), run.engine.number_format
+    stage, precision = sharding_stage(run), run.engine.number_format
     if stage == 3:
         return "DeepSpeedZeroOptimizer_Stage3"
     if stage == 0:
@@ -482,7 +482,7 @@ def optimizer_of(run: RunConfig) -> str:
 def overlaps_reduction(run: RunConfig, on_gpu: bool) -> bool:
     """Whether gradients are summed over the ranks while the backward pass goes on."""
     return on_gpu and (
-        stage_of(run) == 3 or (stage_of(run) == 2 and not run.engine.offload_optimizer)
+        sharding_stage(run) == 3 or (sharding_stage(run) == 2 and not run.engine.offload_optimizer)
     )
 
 
@@ -495,7 +495,9 @@ def bucket_elements(run: RunConfig) -> int:
     """
     if given := _given(run, "reduce_bucket_size"):
         return int(given)
-    return min(parameters_of(run.model).total, max(SMALLEST_BUCKET, largest_parameter(run.model)))
+    return min(
+        parameter_counts(run.model).total, max(SMALLEST_BUCKET, largest_parameter(run.model))
+    )
 
 
 def _given(run: RunConfig, name: str) -> float:
@@ -507,11 +509,11 @@ def _given(run: RunConfig, name: str) -> float:
 
 def largest_parameter(model: ModelConfig) -> int:
     """Return the elements of the largest parameter."""
-    return max(each.elements for each in weights_of(model) if each.copies)
+    return max(each.elements for each in weight_shapes(model) if each.copies)
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fitting:
     """Settings with which a run fits."""
 
     engine: EngineConfig
@@ -541,11 +543,11 @@ def advice(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> st
     return "nothing makes it fit; use a smaller model, shorter segments or a shorter memory"
 
 
-def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> Fit | None:
+def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> Fitting | None:
     """Return the change of lowest cost that lets every phase fit, or None; no change if it fits."""
     for cost, engine in sorted(_candidates(run, world_size, on_gpu), key=lambda each: each[0]):
         try:
-            footprint = footprint_of(replace(run, engine=engine), world_size, on_gpu)
+            footprint = largest_footprint(replace(run, engine=engine), world_size, on_gpu)
             needed = footprint.device
         except ConfigError:  # lanes, heads or lengths of a phase do not divide so
             continue
@@ -555,7 +557,7 @@ def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool)
                 for name, value in vars(engine).items()
                 if value != getattr(run.engine, name)
             }
-            return Fit(engine, changes, needed, cost, footprint.offloaded if changes else 0.0)
+            return Fitting(engine, changes, needed, cost, footprint.offloaded if changes else 0.0)
     return None
 
 

@@ -52,7 +52,7 @@ class Weight(NamedTuple):
         return self.rows * self.columns
 
 
-def weights_of(model: ModelConfig) -> Iterator[Weight]:
+def weight_shapes(model: ModelConfig) -> Iterator[Weight]:
     """Yield the shapes of everything learned; ConfigError if the vocabulary is unknown."""
     yield from _mixer_weights(model)
     d, f, layers = model.d_model, model.inner_width, model.num_layers
@@ -98,7 +98,7 @@ def _mixer_weights(model: ModelConfig) -> Iterator[Weight]:
 
 
 def _vocabulary_weights(model: ModelConfig) -> Iterator[Weight]:
-    bins, d = bins_of(model), model.d_model
+    bins, d = vocabulary_bins(model), model.d_model
     yield Weight("head", model.vocab_size)  # biases
     yield Weight("head", len(bins) - 1, bins[0][1] + 1)  # scores of the clusters
     if model.div_val == 1 and _is_projected(model):
@@ -136,10 +136,10 @@ class Parameters:
         return self.total - self.embedding - self.head
 
 
-def parameters_of(model: ModelConfig) -> Parameters:
+def parameter_counts(model: ModelConfig) -> Parameters:
     """Return the exact number of parameters; ConfigError if the vocabulary is unknown."""
     parts = Counter[str]()
-    for weight in weights_of(model):
+    for weight in weight_shapes(model):
         parts[weight.part] += weight.copies * weight.elements
     return Parameters(**parts)
 
@@ -155,7 +155,7 @@ def model_in_words(run: RunConfig) -> str:
         kind = f"{deltanets // common}:{attending // common} {kind} and attention"
     words = [kind if deltanets else "Transformer-XL", counted(run.model.num_layers, "layer")]
     if run.model.vocab_size:  # else not known before the run starts
-        words.append(f"{si(parameters_of(run.model).total).replace(' ', '')} parameters")
+        words.append(f"{si(parameter_counts(run.model).total).replace(' ', '')} parameters")
     return ", ".join([*words, OPTIMIZERS[run.optim.name]])
 
 
@@ -165,7 +165,7 @@ def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:
         return 0.0
     return sum(
         each.copies * each.matrices * newton_schulz_flops(each.rows // each.matrices, each.columns)
-        for each in weights_of(model)
+        for each in weight_shapes(model)
         if each.matrices
     )
 
@@ -185,7 +185,7 @@ def moment_bytes(model: ModelConfig, optim: OptimConfig) -> float:
     is_muon = optim.name == "muon"
     return float(MOMENT_BYTES) * sum(
         each.copies * each.elements * (1 if is_muon and each.matrices else 2)
-        for each in weights_of(model)
+        for each in weight_shapes(model)
     )
 
 
@@ -213,7 +213,7 @@ class Flops:
         return 3 * self.forward - self.without_gradient
 
 
-def flops_of(
+def token_flops(
     model: ModelConfig, segment_length: int, lanes: int, gradient_segments: int = 1
 ) -> Flops:
     """Return the FLOPs per token of training, with `lanes` per forward pass and full memories."""
@@ -230,7 +230,7 @@ def flops_of(
     compression, still = _compression_flops(model, segment_length)
     rule, deltanets = delta_rule_flops(model, tokens), model.num_deltanet_layers
     products = 3 if FEED_FORWARDS[model.feed_forward].is_gated else 2
-    bins = bins_of(model)
+    bins = vocabulary_bins(model)
     widths = [width for _, width in bins] if model.div_val > 1 else [bins[0][1]]
     # Every token is projected; with div_val > 1, through every bin's projection.
     embedding = 2.0 * d * sum(widths) if _is_projected(model) else 0.0
@@ -263,7 +263,7 @@ class DeltaRuleFlops:
     last_state: float  # what the segment's last state adds
 
 
-def chunks_of(tokens: int) -> tuple[int, int]:
+def delta_rule_chunks(tokens: int) -> tuple[int, int]:
     """Return into how many chunks the delta rule divides a segment, and the tokens of each."""
     number = -(-tokens // DELTANET_CHUNK)
     return number, -(-tokens // number)
@@ -272,7 +272,7 @@ def chunks_of(tokens: int) -> tuple[int, int]:
 def delta_rule_flops(model: ModelConfig, tokens: int) -> DeltaRuleFlops:
     """Return products of a chunk's tokens, the solve (as a product), and those of the state."""
     w, _, v = _widths(model)
-    number, size = chunks_of(tokens)
+    number, size = delta_rule_chunks(tokens)
     padding = number * size / tokens
     decay = 2.0 * padding * size * model.num_heads
     products = size * (6 * w + 4 * v) + 6 * v * model.head_width
@@ -293,7 +293,7 @@ def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, 
 
 
 def _output_flops(model: ModelConfig) -> float:
-    bins, total = bins_of(model), 0.0
+    bins, total = vocabulary_bins(model), 0.0
     shares = [1.0, *tail_shares(model)[1:]]  # every token reads the shortlist
     for index, ((size, width), share) in enumerate(zip(bins, shares, strict=True)):
         columns = size + (0 if index else len(bins) - 1)
@@ -301,7 +301,7 @@ def _output_flops(model: ModelConfig) -> float:
     return total
 
 
-def bins_of(model: ModelConfig) -> list[tuple[int, int]]:
+def vocabulary_bins(model: ModelConfig) -> list[tuple[int, int]]:
     """Return (tokens, width) of the shortlist and of each tail cluster; one bin without cutoffs."""
     if not model.vocab_size:
         raise ConfigError(
@@ -353,12 +353,12 @@ class RunCost:
     flops: float
 
 
-def cost_of(run: RunConfig, steps: int | None = None) -> RunCost:
+def run_cost(run: RunConfig, steps: int | None = None) -> RunCost:
     """Return the cost of a run, or of its first `steps`, on one rank without accumulation.
 
     Raises ConfigError if the vocabulary is unknown.
     """
-    parameters = parameters_of(run.model)
+    parameters = parameter_counts(run.model)
     counted = range(run.optim.steps if steps is None else steps)
     spans = [
         (phase.tokens_per_step * count, flops_per_token(phase))
@@ -384,15 +384,15 @@ def flops_per_token(run: RunConfig) -> float:
 
 
 def _run_flops(run: RunConfig, lanes: int) -> Flops:
-    return flops_of(run.model, run.data.segment_length, lanes, run.optim.gradient_segments)
+    return token_flops(run.model, run.data.segment_length, lanes, run.optim.gradient_segments)
 
 
-def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
+def computed_step_flops(run: RunConfig, world_size: int) -> float:
     """Return the FLOPs of all ranks in one step: those of the passes, with the encodings that each
     projects again, Muon's, and what checkpointing and chunks of logits repeat."""
     model, engine, tokens = run.model, run.engine, run.model.read_tokens(run.data.segment_length)
     factor = tokens / run.data.segment_length
-    flops = _run_flops(run, lanes_of_pass(run, world_size))
+    flops = _run_flops(run, pass_lanes(run, world_size))
     repeated = 0.0
     if engine.activation_checkpointing == "full":
         repeated = flops.forward - flops.head
@@ -404,17 +404,17 @@ def computed_flops_of_step(run: RunConfig, world_size: int) -> float:
         rule = delta_rule_flops(model, tokens)
         repeated = flops.attention - model.num_attention_layers * weighted * factor
         repeated += model.num_deltanet_layers * (rule.forward - rule.last_state) * factor
-    if 0 < engine.logits_chunk_tokens < tokens_of_pass(run, world_size):
+    if 0 < engine.logits_chunk_tokens < pass_tokens(run, world_size):
         repeated += _output_flops(model)
     update = orthogonalizing_flops(model, run.optim)
     return run.tokens_per_step * (flops.training + repeated) + update
 
 
-def lanes_of_pass(run: RunConfig, world_size: int) -> int:
+def pass_lanes(run: RunConfig, world_size: int) -> int:
     """Return the lanes of one forward pass on a rank."""
     return len(lanes_of_rank(run, 0, world_size)) // accumulation_steps(run, world_size)
 
 
-def tokens_of_pass(run: RunConfig, world_size: int) -> int:
+def pass_tokens(run: RunConfig, world_size: int) -> int:
     """Return the tokens of one forward pass on a rank."""
-    return lanes_of_pass(run, world_size) * run.lane_tokens_per_step
+    return pass_lanes(run, world_size) * run.lane_tokens_per_step

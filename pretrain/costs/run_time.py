@@ -24,12 +24,12 @@ from pathlib import Path
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest
 from foundation.paths import url_of
 from pretrain.config.cluster import ClusterConfig
-from pretrain.config.evaluation_sets import evaluation_sets, split_of
+from pretrain.config.evaluation_sets import evaluated_split, evaluation_sets
 from pretrain.config.model import ModelConfig
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import footprint_of
-from pretrain.costs.flops import computed_flops_of_step, flops_of
+from pretrain.costs.device_memory import largest_footprint
+from pretrain.costs.flops import computed_step_flops, token_flops
 from pretrain.costs.hardware import Hardware
 
 # Part of the speed that training loses while a checkpoint is being written. Assumed: copies,
@@ -55,7 +55,7 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
     """Return the time of a run on ranks that compute this many FLOPs per second each."""
     spans = spans_of_phases(run, range(run.optim.steps))
     of_step = [
-        computed_flops_of_step(phase, world_size) / (world_size * flops_per_second)
+        computed_step_flops(phase, world_size) / (world_size * flops_per_second)
         for phase, _ in spans
     ]
     counts = _evaluations(run)
@@ -97,7 +97,7 @@ def evaluation_flops(
     """
     lanes, length = run.evaluation.lanes, run.data.segment_length
     batches, own = -(-tokens // (lanes * length)), -(-lanes // world_size)
-    return batches * own * length * sum(flops_of(model, length, own).forward for model in models)
+    return batches * own * length * sum(token_flops(model, length, own).forward for model in models)
 
 
 def _evaluations(run: RunConfig) -> list[int]:
@@ -125,7 +125,7 @@ def _split_here(path: Path) -> Path | None:
     """The split of an evaluation, if it is on this machine."""
     if url_of(path) is not None:  # its shards would be fetched
         return None
-    split = split_of(Path(path))
+    split = evaluated_split(Path(path))
     return split if (split / MANIFEST_NAME).is_file() else None
 
 
@@ -167,7 +167,7 @@ def failure_costs(run: RunConfig, hardware: Hardware) -> FailureCosts | None:
     node = hardware.node
     if node is None or not node.mtbf_hours:
         return None
-    saved = footprint_of(run, hardware.world_size, hardware.on_gpu).checkpoint
+    saved = largest_footprint(run, hardware.world_size, hardware.on_gpu).checkpoint
     return costs_on(node, hardware.nodes, saved, run.checkpoint.asynchronous)
 
 

@@ -21,7 +21,7 @@ from foundation.errors import ConfigError
 from foundation.settings import assert_never
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import bucket_elements, overlaps_reduction
-from pretrain.costs.flops import parameters_of
+from pretrain.costs.flops import parameter_counts
 from pretrain.distributed.world import World
 from pretrain.engines.engine import ModelEngine, StepResult
 from pretrain.engines.zero_fragments import ZeroFragments
@@ -178,7 +178,7 @@ def _buckets(run: RunConfig, on_gpu: bool) -> dict[str, Any]:
         "overlap_comm": overlaps,
     }
     if run.engine.zero_stage == 3:
-        layer = parameters_of(run.model).body // run.model.num_layers
+        layer = parameter_counts(run.model).body // run.model.num_layers
         settings |= {
             "stage3_prefetch_bucket_size": layer,
             "stage3_max_live_parameters": 2 * layer + bucket_elements(run),

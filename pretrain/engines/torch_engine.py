@@ -22,7 +22,7 @@ from pretrain.optim.parameter_groups import (
     FragmentIndex,
     LayerMeter,
     create_state,
-    fragment_of,
+    new_fragment,
     set_learning_rate,
     state_of_parameters,
 )
@@ -129,4 +129,4 @@ def replicated_fragment(
     """Return the fragment of a parameter that every rank holds whole."""
     # Each is saved by one rank, picked by its name, so that all ranks write about as much.
     owned = sum(name.encode()) % world.world_size == world.rank
-    return fragment_of(name, 0, master, state, 0, master.numel(), owned, replicated=True)
+    return new_fragment(name, 0, master, state, 0, master.numel(), owned, replicated=True)

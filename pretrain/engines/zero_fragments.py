@@ -24,7 +24,12 @@ from torch import Tensor, nn
 
 from pretrain.distributed.world import World
 from pretrain.engines.torch_engine import replicated_fragment
-from pretrain.optim.parameter_groups import Fragment, create_state, fragment_of, state_of_parameters
+from pretrain.optim.parameter_groups import (
+    Fragment,
+    create_state,
+    new_fragment,
+    state_of_parameters,
+)
 
 
 class ZeroFragments:
@@ -117,7 +122,7 @@ class ZeroFragments:
             in_master = mapping.get_hp_fragment_address()
             start = mapping.lp_fragment_address.start
             name = self._names[id(weight)]
-            yield fragment_of(name, start, master, state, in_master.start, in_master.numel)
+            yield new_fragment(name, start, master, state, in_master.start, in_master.numel)
 
     def _in_master_of_stage_3(
         self, master: Tensor, weights: list[Any], state: dict[str, Tensor]
@@ -135,7 +140,7 @@ class ZeroFragments:
             count = max(0, min(length, weight.ds_numel - start))
             if count:
                 name = self._names[id(weight)]
-                yield fragment_of(name, start, master, state, offset, count)
+                yield new_fragment(name, start, master, state, offset, count)
             offset += length
 
     def _write_weights_of_stage_3(self) -> None:

@@ -100,7 +100,7 @@ def evaluate(
     # A rank without a lane computes one that is not counted: under ZeRO-3 every rank must run
     # every module.
     stream = EvaluationStream(corpus, num_lanes, segment_length, lanes or range(1), max_tokens)
-    bytes_V, characters_V = map(torch.from_numpy, text_sizes or text_sizes_of(corpus))
+    bytes_V, characters_V = map(torch.from_numpy, text_sizes or corpus_text_sizes(corpus))
     num_tokens = stream.num_batches * segment_length  # of a lane: there are no more to remember
     start = time.perf_counter()
     # Of each lane: loss and tokens by position, bytes, characters. Rows of other ranks stay zero.
@@ -144,7 +144,7 @@ def evaluate(
     )
 
 
-def text_sizes_of(corpus: Corpus) -> TextSizes:
+def corpus_text_sizes(corpus: Corpus) -> TextSizes:
     """Return the bytes and characters of text of each of its tokens."""
     return tokenizer_of(corpus.directory.parent).text_sizes()
 

@@ -21,7 +21,7 @@ from data_pipeline.corpora.corpus import Corpus
 from pretrain.config.run import RunConfig
 from pretrain.distributed.collectives import broadcast_value
 from pretrain.engines.engine import Engine
-from pretrain.evaluation.evaluate import EvaluationResult, evaluate, logger, text_sizes_of
+from pretrain.evaluation.evaluate import EvaluationResult, corpus_text_sizes, evaluate, logger
 from pretrain.evaluation.task_names import check_tasks
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery.stop_requests import StopRequested
@@ -48,7 +48,7 @@ def training_evaluator(
     }
 
     # To load a tokenizer takes a second, and thousands of ranks would read its file each time.
-    sizes_of = functools.cache(text_sizes_of)
+    sizes_of = functools.cache(corpus_text_sizes)
 
     def measure(memory_length: int, directory: Path = validation) -> EvaluationResult:
         before_corpus()

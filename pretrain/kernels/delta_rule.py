@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from pretrain.config.engine import DeltaRule, delta_rule_of
+from pretrain.config.engine import DeltaRule, chosen_delta_rule
 from pretrain.config.model import AttentionKernel, ModelConfig
 
 VERSION = "0.6.0"  # of fla-core, whose kernels these are
@@ -43,8 +43,8 @@ CONFIGURATIONS: dict[str, tuple[dict[str, int], int, int]] = {
 def delta_rule_here(
     kernel: AttentionKernel, model: ModelConfig, *, on_gpu: bool, is_half: bool
 ) -> tuple[DeltaRule, str]:
-    """Return `delta_rule_of` with what is installed here."""
-    kind, reason = delta_rule_of(kernel, model, on_gpu=on_gpu, is_half=is_half)
+    """Return `chosen_delta_rule` with what is installed here."""
+    kind, reason = chosen_delta_rule(kernel, model, on_gpu=on_gpu, is_half=is_half)
     if kind is DeltaRule.FLA and (missing := missing_package()):
         return DeltaRule.CHUNKS, missing
     return kind, reason

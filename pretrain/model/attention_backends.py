@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from foundation.settings import assert_never
-from pretrain.config.engine import Attention, DeltaRule, attention_of, described
+from pretrain.config.engine import Attention, DeltaRule, chosen_attention, described
 from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.kernels.cpu.attention import relative_attention, relative_shift
 from pretrain.kernels.triton.settings import DTYPES, interprets_kernels, unsupported_reason
@@ -60,7 +60,7 @@ def backend_for(
 ) -> AttentionBackend:
     """Return how a model attends there; what a GPU gets is logged once."""
     on_gpu = device.type != "cpu"
-    kind, reason = attention_of(kernel, model, on_gpu=on_gpu, is_half=dtype in DTYPES)
+    kind, reason = chosen_attention(kernel, model, on_gpu=on_gpu, is_half=dtype in DTYPES)
     if kind is Attention.TILES and interprets_kernels():
         kind = Attention.FUSED
     if kind is Attention.FUSED and (unsupported := unsupported_reason(device)):

@@ -72,9 +72,9 @@ class DropoutStream:
             self._check(values.shape, lane_axis)
             numbers = (self.seed, self.step, layer, int(site))
             lanes_B = self._lanes_on(values.device)
-            return dropped(values, Mask(lanes_B, numbers, _threshold_of(rate), lane_axis))
+            return dropped(values, Mask(lanes_B, numbers, _threshold(rate), lane_axis))
         keep = self.keep(values.shape, rate, site, layer, lane_axis)
-        scale = LEVELS / (LEVELS - _threshold_of(rate))
+        scale = LEVELS / (LEVELS - _threshold(rate))
         dropped = _Dropped.apply(values, keep.to(values.device), scale)
         assert isinstance(dropped, Tensor)
         return dropped
@@ -85,7 +85,7 @@ class DropoutStream:
         """Return the mask of `drop` on the CPU: True with probability 1 - `realized_rate(rate)`."""
         self._check(shape, lane_axis)
         others = [size for axis, size in enumerate(shape) if axis != lane_axis]
-        count, threshold = math.prod(others), _threshold_of(rate)
+        count, threshold = math.prod(others), _threshold(rate)
         least = threshold - LEVELS // 2  # the 16 bits are signed
         keep = torch.empty(len(self.lanes), count, dtype=torch.bool)
         for row, lane in zip(keep, self.lanes, strict=True):
@@ -147,10 +147,10 @@ def drop(
 
 def realized_rate(rate: float) -> float:
     """Return the actual probability of dropping: `rate` rounded to a multiple of 1/65536."""
-    return _threshold_of(rate) / LEVELS
+    return _threshold(rate) / LEVELS
 
 
-def _threshold_of(rate: float) -> int:
+def _threshold(rate: float) -> int:
     return min(round(rate * LEVELS), LEVELS - 1)
 
 

@@ -17,7 +17,7 @@ from pretrain.model.compiled import compiled_if
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.feed_forward import FeedForward
 from pretrain.model.gated_deltanet import GatedDeltaNet
-from pretrain.model.parameters import Norm, norm_of
+from pretrain.model.parameters import Norm, new_norm
 from pretrain.model.visibility import Visibility
 
 
@@ -32,9 +32,9 @@ class ResidualLayer(nn.Module):
 
     def _add_feed_forward(self, config: ModelConfig, layer: int) -> None:
         """Draw the norms and the feed-forward layer; what tokens are mixed by is drawn first."""
-        self.attention_norm = norm_of(config)
+        self.attention_norm = new_norm(config)
         self.feed_forward = FeedForward(config, layer)
-        self.feed_forward_norm = norm_of(config)
+        self.feed_forward_norm = new_norm(config)
 
     def _completed(
         self, hidden_BLD: Tensor, attended_BLD: Tensor, dropout: DropoutStream | None
@@ -155,7 +155,7 @@ class TransformerLayer(ResidualLayer):
         return self.attention
 
 
-def layer_of(
+def new_layer(
     config: ModelConfig, layer: int, kernel: AttentionKernel
 ) -> TransformerLayer | DeltaNetLayer:
     """Return a new layer, counted from 0, of the configured kind."""

@@ -64,7 +64,7 @@ class MemoryLayout:
         if memory is None or self.parts.is_forgotten:
             memory = self.empty(num_lanes, like)
         assert len(memory) == len([*self.parts]), (len(memory), len([*self.parts]))
-        assert lanes_of(memory) == num_lanes, (lanes_of(memory), num_lanes)
+        assert lane_count(memory) == num_lanes, (lane_count(memory), num_lanes)
         return self.taken_apart(
             tuple(_cut(part, each) for part, each in zip(self.parts, memory, strict=True))
         )
@@ -154,7 +154,7 @@ def num_compressed_rows(config: ModelConfig, memory: Memory | None) -> int:
     return 0 if documents_BK is None else documents_BK.shape[1]
 
 
-def lanes_of(memory: Memory) -> int:
+def lane_count(memory: Memory) -> int:
     """Return B, the number of lanes."""
     return memory[-1].shape[0]
 

@@ -17,7 +17,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.memory import grouped_documents
-from pretrain.model.parameters import norm_of, normal, zeros
+from pretrain.model.parameters import new_norm, normal, zeros
 
 
 class Compression(nn.Module):
@@ -128,7 +128,7 @@ class MemoryTokens(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.initial = normal(config.memory_tokens, config.d_model, std=config.init_std)
-        self.norm = norm_of(config) if config.norm_position == "pre" else None
+        self.norm = new_norm(config) if config.norm_position == "pre" else None
         self._scale = config.embedding_scale
         self._count = config.memory_tokens  # ZeRO-3 has sharded the parameter when it is asked
 

@@ -108,7 +108,7 @@ class RMSNorm(nn.Module):
 Norm = LayerNorm | RMSNorm
 
 
-def norm_of(config: ModelConfig) -> Norm:
+def new_norm(config: ModelConfig) -> Norm:
     """Return a norm over the model's width, of the configured kind."""
     match config.norm:
         case "layernorm":

@@ -131,7 +131,7 @@ def alibi_slopes_N(num_heads: int, device: torch.device) -> Tensor:
     return 2.0 ** (-8.0 / whole * torch.cat([steps, steps - 0.5])[:num_heads])
 
 
-def t5_buckets_of(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+def t5_buckets(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance (Raffel et al. 2020, one direction).
 
     Half of the buckets hold one distance each, the others grow logarithmically. Distances of
@@ -160,6 +160,6 @@ class DistanceBias(nn.Module):
     def forward(self, num_keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         distances_C = torch.arange(num_keys - 1, -1, -1, device=device)
         if self.bucket_bias is not None:
-            buckets_C = t5_buckets_of(distances_C, T5_BUCKETS, T5_MAX_DISTANCE)
+            buckets_C = t5_buckets(distances_C, T5_BUCKETS, T5_MAX_DISTANCE)
             return nn.functional.embedding(buckets_C, self.bucket_bias)
         return (-distances_C[:, None] * alibi_slopes_N(self._config.num_heads, device)).to(dtype)

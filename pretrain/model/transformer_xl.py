@@ -17,7 +17,7 @@ from foundation.errors import ConfigError
 from pretrain.config.model import POSITIONS, ActivationCheckpointing, AttentionKernel, ModelConfig
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
-from pretrain.model.layer import DeltaNetLayer, TransformerLayer, layer_of
+from pretrain.model.layer import DeltaNetLayer, TransformerLayer, new_layer
 from pretrain.model.memory import (
     Carried,
     LayerParts,
@@ -79,7 +79,7 @@ class TransformerXL(nn.Module):
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         recomputes_scores = activation_checkpointing == "selective"
         self.embedding = Embedding(config)
-        layers = [layer_of(config, layer, attention_kernel) for layer in range(config.num_layers)]
+        layers = [new_layer(config, layer, attention_kernel) for layer in range(config.num_layers)]
         for layer in layers:
             layer.compiles = compiles
             layer.mixer.recomputes_scores = recomputes_scores

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.optim.parameter_groups import Fragment, FragmentIndex, LayerMeter, layer_of
+from pretrain.optim.parameter_groups import Fragment, FragmentIndex, LayerMeter, layer_name
 
 # pyright: reportPrivateImportUsage=false
 
@@ -86,7 +86,7 @@ class GuardedAdamW(FragmentOptimizer, torch.optim.AdamW):
         rate, decay = group["lr"], group["weight_decay"]
         fragments = index.fragments_in(group["params"])
         for _, in_layer in itertools.groupby(
-            fragments, key=lambda fragment: layer_of(fragment.name)
+            fragments, key=lambda fragment: layer_name(fragment.name)
         ):
             parts = list(in_layer)
             updates = adam_updates(parts, group, self.state[parts[0].master]["step"])

@@ -71,10 +71,10 @@ class MatrixExchange:
         self._held = [(name, held[rank][name]) for name in sorted(shapes, key=owner_of.__getitem__)]
         self._owned = [(name, of_rank[name]) for of_rank in held for name in self.owned]
         self._to_owners = [
-            _size_of([held[rank][name] for name in shapes if owner_of[name] == owner])
+            _total_size([held[rank][name] for name in shapes if owner_of[name] == owner])
             for owner in range(num_ranks)
         ]
-        self._to_holders = [_size_of([of_rank[name] for name in self.owned]) for of_rank in held]
+        self._to_holders = [_total_size([of_rank[name] for name in self.owned]) for of_rank in held]
 
     def gather(self, parts: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
         """Return the matrices that this rank owns, of the type and on the device of `like`.
@@ -114,7 +114,7 @@ def owners(costs: Sequence[float], num_ranks: int) -> list[int]:
     return found
 
 
-def _size_of(spans: Sequence[Span]) -> int:
+def _total_size(spans: Sequence[Span]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
@@ -155,7 +155,7 @@ class Muon(GuardedAdamW):
         if self.index is None or not masters:
             return
         fragments = self.index.fragments_in(masters)
-        exchange = self._exchange_of(self.index, group, masters, fragments)
+        exchange = self._matrix_exchange(self.index, group, masters, fragments)
         like = torch.empty(0, dtype=self._dtype, device=self.index.world.device)
         averages = {each.name: self._average(each).to(like) for each in fragments}
         wholes = exchange.gather(averages, like)
@@ -187,7 +187,7 @@ class Muon(GuardedAdamW):
         if self.meter is not None and measured:
             self.meter.add(fragments, updates, rate)
 
-    def _exchange_of(
+    def _matrix_exchange(
         self,
         index: FragmentIndex,
         group: dict[str, Any],

@@ -82,7 +82,7 @@ def create_state(
             state[kind] = torch.zeros_like(master, memory_format=torch.preserve_format)
 
 
-def fragment_of(
+def new_fragment(
     name: str,
     start: int,
     master: Tensor,
@@ -169,7 +169,7 @@ _ROLES: dict[Role, str] = {
 }
 
 
-def role_of(name: str) -> Role:
+def parameter_role(name: str) -> Role:
     """Return what the parameter of this name is; a new parameter must be added to the table."""
     found: list[Role] = [role for role, names in _ROLES.items() if re.fullmatch(names, name)]
     assert len(found) == 1, f"parameter {name} has the roles {found}, expected one of {[*_ROLES]}"
@@ -252,7 +252,7 @@ def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str
     """Return the optimizer's groups, with the parameters of each and their shapes by name."""
     groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
-        traits = group_traits(role_of(name), optim, module.config)
+        traits = group_traits(parameter_role(name), optim, module.config)
         group = groups.setdefault(traits, {**vars(traits), "params": [], "shapes": {}})
         group["params"].append(parameter)
         # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.
@@ -271,7 +271,7 @@ def state_of_parameters(groups: Iterable[dict[str, Any]]) -> dict[str, tuple[str
     return {name: group["state"] for group in groups for name in group["shapes"]}
 
 
-def layer_of(parameter_name: str) -> str:
+def layer_name(parameter_name: str) -> str:
     """Return the layer that a parameter is counted in."""
     if found := re.match(r"(?:layers|compressions)\.(\d+)\.", parameter_name):
         return f"layer.{found[1]}"
@@ -293,7 +293,7 @@ class LayerMeter:
     """Collects what an optimizer applies, in the steps it is asked to."""
 
     def __init__(self, parameter_names: Sequence[str]) -> None:
-        self._layers = tuple(dict.fromkeys(layer_of(name) for name in parameter_names))
+        self._layers = tuple(dict.fromkeys(layer_name(name) for name in parameter_names))
         self.is_on = False
         self._norms: list[Tensor] = []
         self._names: list[str] = []
@@ -333,7 +333,7 @@ class LayerMeter:
         norms_KF = torch.cat(self._norms, dim=1)
         is_in_FG = torch.zeros(len(self._names), len(self._layers), dtype=torch.float64)
         for row, name in enumerate(self._names):
-            is_in_FG[row, self._layers.index(layer_of(name))] = 1.0
+            is_in_FG[row, self._layers.index(layer_name(name))] = 1.0
         return LayerSquares(self._layers, norms_KF.square() @ is_in_FG.to(norms_KF.device))
 
 

@@ -28,7 +28,7 @@ from pretrain.checkpoint.verify import latest_step
 from pretrain.config.model import ModelConfig
 from pretrain.config.phases import first_step_at
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import bins_of, tail_shares
+from pretrain.costs.flops import tail_shares, vocabulary_bins
 from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks, read_on_main
 from pretrain.distributed.world import World
 from pretrain.rundir.events import GaveUp, Outcome, Rewind, Spike, UnresolvedSpike
@@ -58,7 +58,7 @@ def untrained_loss(model: ModelConfig) -> float:
     """
     if not model.vocab_size:
         return math.inf
-    first, *others = (tokens for tokens, _ in bins_of(model))
+    first, *others = (tokens for tokens, _ in vocabulary_bins(model))
     tails = zip(tail_shares(model)[1:], others, strict=True)
     return math.log(first + len(others)) + sum(share * math.log(size) for share, size in tails)
 

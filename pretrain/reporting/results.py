@@ -15,7 +15,7 @@ from foundation.typed_values import to_tree
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.rundir.events import Event
 from pretrain.rundir.history import skipped_windows
 from pretrain.rundir.metric_names import (
@@ -75,7 +75,7 @@ def results_of(
     evaluation: Mapping[str, Any] = metrics.evaluation or {}
     carries_memory = any(part.num_bytes(1) for part in lane_parts(config.model))
     try:
-        cost = cost_of(config, min(metrics.step, config.optim.steps))
+        cost = run_cost(config, min(metrics.step, config.optim.steps))
     except ConfigError:  # the vocabulary is not known before the run starts
         cost = None
     tokens, seconds = tokens_of_steps(config, range(metrics.step)), metrics.spent.steps

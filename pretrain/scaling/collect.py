@@ -13,7 +13,7 @@ from foundation.files import read_value
 from foundation.tables import write_csv
 from foundation.typed_values import Count, Finite, Positive
 from pretrain.costs.device_memory import lane_bytes
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.history import find_events
 from pretrain.rundir.metric_names import set_losses, task_columns
@@ -121,7 +121,7 @@ def row_of(placed: PlacedCell) -> Row:
     step = max((item["step"] for item in measured), default=0)
     try:
         config = run_dir.config
-        cost = cost_of(config, step)
+        cost = run_cost(config, step)
     except ConfigError as error:
         return replace(row, excluded=f"config.yaml cannot be read: {error}")
     ends = [item for item in measured if item.get("kind") == "evaluation" and item["step"] == step]

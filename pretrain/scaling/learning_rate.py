@@ -17,7 +17,7 @@ import numpy as np
 
 from foundation.errors import ConfigError, DataError
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.frontier import parabola
 from pretrain.scaling.law import Interval, amount, as_loss, as_size, students
@@ -222,7 +222,7 @@ class TunedRule:
         return np.poly1d(np.polyfit(np.log(sizes), np.log(rates), int(len({*sizes}) > 1)))
 
     def __call__(self, run: RunConfig, tokens: float) -> tuple[float, float]:
-        return math.exp(self.rate(math.log(cost_of(run).body_parameters))), 0.0
+        return math.exp(self.rate(math.log(run_cost(run).body_parameters))), 0.0
 
     def describe(self, runs: Sequence[RunConfig]) -> list[str]:
         """The rungs, the rule, and which of the runs it is extrapolated to; a line each."""
@@ -244,7 +244,7 @@ class TunedRule:
         return lines
 
     def _is_far(self, run: RunConfig) -> bool:
-        cost = cost_of(run)
+        cost = run_cost(run)
         sizes = [cost.body_parameters / rung.body_parameters for rung in self.rungs]
         tokens = [cost.tokens / rung.tokens for rung in self.rungs]
         far = [(tokens, FAR_TOKENS)] + ([] if self.transfers else [(sizes, FAR_RUNG)])

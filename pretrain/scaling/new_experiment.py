@@ -20,7 +20,7 @@ from foundation.yaml_files import SHIPPED, dump_yaml, merge, parse_override
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.costs.run_time import run_time
 from pretrain.scaling.law import amount
 from pretrain.scaling.recipe import Family, power_of_two, with_steps
@@ -97,7 +97,7 @@ def new_experiment(
     base = _overridden(base, overrides)
     given = {override.partition("=")[0] for override in overrides}
     run = Family(base=base, keep_layers="model.num_layers" in given).nearest(parameters)
-    found = cost_of(run).parameters
+    found = run_cost(run).parameters
     if abs(math.log(found / parameters)) > TOLERANCE:
         raise ConfigError(
             f"--parameters={amount(parameters)}: with a vocabulary of {text.vocab_size:,} tokens "
@@ -196,8 +196,9 @@ def as_file(run: RunConfig, file: Path, text: TrainingText, overrides: Sequence[
         if tree["model"][name] != paper[name]:
             comments[f"model.{name}"] = f"the paper's: {paper[name]}"
     trial, tokens = max(1, run.optim.steps // 10), run.optim.steps * run.tokens_per_step
+    parameters = amount(run_cost(run).parameters)
     return f"""\
-# {amount(cost_of(run).parameters)} parameters on {text.tokens:,} tokens, written by 'pretrain new'.
+# {parameters} parameters on {text.tokens:,} tokens, written by 'pretrain new'.
 # {amount(tokens)} tokens are read, {run.tokens_per_step:,} in a step.
 # What each setting means, and all others: docs/settings.md, or 'pretrain settings optim'.
 #   pretrain describe {file}                       memory, FLOPs and time before it starts

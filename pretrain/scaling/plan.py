@@ -33,8 +33,8 @@ from foundation.settings import differences, load_config
 from foundation.typed_values import json_text, to_tree
 from pretrain.config.resolve import with_precision, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.device_memory import advice, cheapest_fit, footprint_of
-from pretrain.costs.flops import RunCost, computed_flops_of_step, cost_of, lanes_of_pass
+from pretrain.costs.device_memory import advice, cheapest_fit, largest_footprint
+from pretrain.costs.flops import RunCost, computed_step_flops, pass_lanes, run_cost
 from pretrain.costs.hardware import GIB, Hardware
 from pretrain.costs.run_time import run_time
 from pretrain.scaling.fit import TITLES
@@ -92,7 +92,7 @@ def planned_run(
         evaluation=replace(run.evaluation, interval=0),
         checkpoint=replace(run.checkpoint, keep_last=1),
     )
-    cost = cost_of(run)
+    cost = run_cost(run)
     names = ("parameters", "body_parameters", "steps", "tokens", "tokens_per_step", "flops")
     known = {**(facts or {}), **{name: getattr(cost, name) for name in names}}
     known["learning_rate"] = run.optim.learning_rate
@@ -156,7 +156,7 @@ def at_computed_flops(run: RunConfig, flops: float) -> RunConfig:
 
     So also what Muon takes, and what is computed a second time.
     """
-    return at_flops(run, flops, computed_flops_of_step(run, 1))
+    return at_flops(run, flops, computed_step_flops(run, 1))
 
 
 # What makes a cell of a shape and a budget: the whole run, and what else is known about it.
@@ -203,7 +203,7 @@ def plan_sizes(
     for budget in budgets:
         wanted = sizes(budget)
         shaped = [family.nearest(size, FAR_SIZE) for size in wanted]
-        distinct = list({cost_of(run).parameters: run for run in shaped}.values())
+        distinct = list({run_cost(run).parameters: run for run in shaped}.values())
         if len(distinct) < len(wanted):
             raise ConfigError(
                 f"at {budget:.3g} FLOPs only {len(distinct)} of {len(wanted)} sizes from "
@@ -318,7 +318,7 @@ def optimum_at_ratio(family: Family, tokens_per_parameter: float) -> Callable[[f
         size = math.sqrt(budget / (6 * tokens_per_parameter))
         # FLOPs per token change slowly with the size: a few rounds reach this fixed point.
         for _ in range(20):
-            cost = cost_of(family.nearest(size))
+            cost = run_cost(family.nearest(size))
             per_parameter = cost.flops_per_token / cost.parameters
             before, size = size, math.sqrt(budget / (per_parameter * tokens_per_parameter))
             if math.isclose(before, size, rel_tol=1e-9):
@@ -426,7 +426,7 @@ class Machine:
             )
         known = replace(known, engine=found.engine)
         run = replace(run, engine=replace(found.engine, precision=run.engine.precision))
-        memory = footprint_of(known, ranks, on_gpu)
+        memory = largest_footprint(known, ranks, on_gpu)
         once = replace(known, evaluation=replace(known.evaluation, interval=0))
         time = run_time(once, ranks, hardware.device.peak(known.engine) * self.mfu)
         host_bytes = memory.host if on_gpu else memory.device + memory.copy  # a CPU's is its device
@@ -461,7 +461,7 @@ def placement(item: PlannedRun) -> dict[str, str]:
     offloaded = "memories" * engine.offload_memories, "optimizer" * engine.offload_optimizer
     return {
         "nodes": f"{facts['nodes']:.0f}",
-        "micro-batch": f"{lanes_of_pass(item.run, ranks)}x{accumulation_steps(item.run, ranks)}",
+        "micro-batch": f"{pass_lanes(item.run, ranks)}x{accumulation_steps(item.run, ranks)}",
         "ZeRO": str(engine.zero_stage),
         "recomputed": engine.activation_checkpointing,
         "offloaded": ", ".join(filter(None, offloaded)) or "-",

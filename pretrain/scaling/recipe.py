@@ -16,7 +16,7 @@ from foundation.errors import ConfigError
 from foundation.settings import MOST
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of, parameters_of
+from pretrain.costs.flops import parameter_counts, run_cost
 from pretrain.terminal.text import counted
 
 # layers may differ from the base's ratio to the width by this factor, to come nearer to a size
@@ -55,7 +55,7 @@ class Family:
         ConfigError if their logarithms differ by more than the tolerance.
         """
         run = self._nearest_shape(parameters)
-        found = parameters_of(run.model).total
+        found = parameter_counts(run.model).total
         if abs(math.log(found / parameters)) > tolerance:
             raise ConfigError(
                 f"the nearest shape to {parameters:.3g} parameters has {found:.3g} (heads of "
@@ -69,7 +69,7 @@ class Family:
         best = (math.inf, model.num_heads, model.num_layers)
         for num_heads in filter(self._allows, range(1, MOST_HEADS + 1)):
             one, two = (
-                parameters_of(with_shape(self.base, num_heads, depth).model).total
+                parameter_counts(with_shape(self.base, num_heads, depth).model).total
                 for depth in (period, 2 * period)
             )
             ideal = max(1.0, model.num_layers * num_heads / model.num_heads)
@@ -160,7 +160,7 @@ def step_law(body_parameters: float, tokens: float) -> tuple[float, float]:
 
 def step_law_rule(run: RunConfig, tokens: float) -> tuple[float, float]:
     """Rate and batch by Step Law."""
-    return step_law(cost_of(run).body_parameters, tokens)
+    return step_law(run_cost(run).body_parameters, tokens)
 
 
 def base_rule(run: RunConfig, _: float) -> tuple[float, float]:
@@ -175,7 +175,7 @@ def outside_step_law(runs: Sequence[RunConfig]) -> list[str]:
     """Which of the runs Step Law was not measured for, in one line; none if it was for all."""
     outside = []
     for run in runs:
-        size, tokens = (cost := cost_of(run)).body_parameters, cost.tokens
+        size, tokens = (cost := run_cost(run)).body_parameters, cost.tokens
         inside = _clipped(size, STEP_LAW_PARAMETERS), _clipped(tokens, STEP_LAW_TOKENS)
         outside += [] if (size, tokens) == inside else [run.name]
     if not outside:
@@ -209,19 +209,19 @@ def refuse_unsuited(base: RunConfig) -> None:
 
 def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int = 1) -> RunConfig:
     """Return the run with the rule's batch and the whole steps that `budget` FLOPs allow."""
-    rate, _ = rule(run, budget / cost_of(run).flops_per_token)
+    rate, _ = rule(run, budget / run_cost(run).flops_per_token)
     if wanted := wanted_lanes(run, budget, rule):
         lanes = lanes_multiple * max(1, round(wanted / lanes_multiple))
         run = replace(run, data=replace(run.data, lanes=lanes))
     run = replace(run, optim=replace(run.optim, learning_rate=float(f"{rate:.4g}")))
     # After the lanes: positions are projected once per batch, so FLOPs depend on their number.
-    cost = cost_of(run)
+    cost = run_cost(run)
     return at_flops(run, budget, cost.flops_per_token * cost.tokens_per_step)
 
 
 def wanted_lanes(run: RunConfig, budget: float, rule: Rule) -> float:
     """Return the lanes of the rule's batch, not whole; 0 where it keeps those of the run."""
-    tokens = budget / cost_of(run).flops_per_token
+    tokens = budget / run_cost(run).flops_per_token
     _, batch = rule(run, tokens)
     return min(batch, tokens / BATCHES) / run.lane_tokens_per_step
 
@@ -232,8 +232,8 @@ def at_flops(run: RunConfig, flops: float, of_step: float) -> RunConfig:
     if not FEWEST_STEPS - 0.5 <= steps <= MOST:
         raise ConfigError(
             f"{run.name}: {flops:.3g} FLOPs pay for {steps:.3g} steps of {run.tokens_per_step:,} "
-            f"tokens at {parameters_of(run.model).total:.3g} parameters, expected {FEWEST_STEPS} "
-            f"to {MOST:g}; change the FLOPs or the lanes"
+            f"tokens at {parameter_counts(run.model).total:.3g} parameters, expected "
+            f"{FEWEST_STEPS} to {MOST:g}; change the FLOPs or the lanes"
         )
     return with_steps(run, round(steps))
 

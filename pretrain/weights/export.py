@@ -56,7 +56,7 @@ from pretrain.config.model import ModelConfig, Precision
 from pretrain.config.phases import run_at
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import MASTER_BYTES
-from pretrain.costs.flops import parameters_of
+from pretrain.costs.flops import parameter_counts
 from pretrain.engines.engine import Engine, check_precision
 from pretrain.model.parameters import dtype_of, load_parameters
 from pretrain.model.transformer_xl import TransformerXL
@@ -131,9 +131,9 @@ def write_export(
         )
         if (tokenizer_home / TOKENIZER).is_dir():  # imported weights may come without one
             Tokenizer.load(tokenizer_home / TOKENIZER).save(beside / TOKENIZER)
-        files = {name: _entry_of(beside / name) for name in FILES if (beside / name).exists()}
+        files = {name: _file_entry(beside / name) for name in FILES if (beside / name).exists()}
         about = {"format": FORMAT, "step": step, "run": to_tree(config), "files": files}
-        write_json(beside / CONFIG, {**about, "hash": _hash_of(about)})
+        write_json(beside / CONFIG, {**about, "hash": _tree_hash(about)})
 
 
 def load_export(
@@ -171,7 +171,7 @@ def empty_model(config: RunConfig, device: torch.device | None = None) -> Transf
 
 def require_bytes(config: RunConfig, num_bytes: int, where: Path) -> None:
     """Raise CheckpointError unless files of that size can hold the model: before it is drawn."""
-    parameters = parameters_of(config.model).total
+    parameters = parameter_counts(config.model).total
     if MASTER_BYTES * parameters > num_bytes:
         raise CheckpointError(
             f"{where} has {num_bytes:,} bytes, expected {MASTER_BYTES} for each of the "
@@ -202,7 +202,7 @@ def checked_export(directory: Path) -> dict[str, Any]:
         if (directory / name).exists() and name not in tree["files"]:
             raise CheckpointError(f"{directory / name} is not listed in {CONFIG}; {EXPORT_AGAIN}")
     for name, expected in tree["files"].items():
-        if _entry_of(directory / name) != expected:
+        if _file_entry(directory / name) != expected:
             raise CheckpointError(
                 f"{directory / name} is corrupted: it differs from what {CONFIG} lists; "
                 f"{EXPORT_AGAIN}"
@@ -234,20 +234,20 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} has format {version}, this version reads format {FORMAT}; {EXPORT_AGAIN}"
             )
-        if from_tree(_Config, tree).hash != _hash_of(tree):
+        if from_tree(_Config, tree).hash != _tree_hash(tree):
             raise ValueError("it was changed after it was written")
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is corrupted ({error}); {EXPORT_AGAIN}") from None
     return tree
 
 
-def _hash_of(tree: Mapping[str, Any]) -> str:
+def _tree_hash(tree: Mapping[str, Any]) -> str:
     """Return the hash of everything in config.json but the hash itself."""
     content = {name: value for name, value in tree.items() if name != "hash"}
     return hashlib.sha256(json_text(content, sort_keys=True).encode()).hexdigest()
 
 
-def _entry_of(path: Path) -> dict[str, Any]:
+def _file_entry(path: Path) -> dict[str, Any]:
     """Return the size and SHA-256 of a file; CheckpointError unless it is a regular one."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing or not a regular file; {EXPORT_AGAIN}")

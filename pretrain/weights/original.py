@@ -142,7 +142,7 @@ def _head(remaining: _Remaining, config: ModelConfig) -> Named:
         yield "head.bins.0.cluster_bias", remaining.take("crit.cluster_bias")
 
 
-def read_state(path: Path) -> dict[str, Tensor]:
+def read_state_dict(path: Path) -> dict[str, Tensor]:
     """Return the named tensors in the file; CheckpointError if it contains anything else."""
     try:
         with open_regular(path) as file:

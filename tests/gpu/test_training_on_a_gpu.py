@@ -19,7 +19,7 @@ from benchmarks.gpu.resume import CELLS, resumed_differences
 from benchmarks.gpu.training import Trainer, forget, one_rank, small_run
 from pretrain.config.model import EngineKind
 from pretrain.config.run import EngineConfig
-from pretrain.costs.device_memory import optimizer_of
+from pretrain.costs.device_memory import deepspeed_optimizer
 from pretrain.engines.memory_offload import MemoryOffload
 from pretrain.model.gated_deltanet import (
     DeltaInputs,
@@ -169,7 +169,7 @@ def test_deepspeed_takes_the_optimizer_whose_buffers_are_counted(name: str, cont
     with one_rank() as world:
         engine = Trainer(run, context.corpus, world, context.work).engine
         wrapper = engine._optimizer  # pyright: ignore[reportAttributeAccessIssue]
-        assert type(wrapper).__name__ == optimizer_of(run)
+        assert type(wrapper).__name__ == deepspeed_optimizer(run)
 
 
 @pytest.mark.parametrize("kind", get_args(EngineKind))

@@ -11,7 +11,7 @@ from pretrain.config.model import POSITIONS
 from pretrain.config.run import ModelConfig
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.compiled import compiled_if
-from pretrain.model.layer import ResidualLayer, TransformerLayer, layer_of
+from pretrain.model.layer import ResidualLayer, TransformerLayer, new_layer
 from pretrain.model.visibility import Visibility
 
 LANES, LENGTH = 2, 8
@@ -28,7 +28,7 @@ IDLE = {
 
 
 def layers_of(model: ModelConfig) -> list[TransformerLayer]:
-    layers = [layer_of(model, layer, "auto") for layer in range(2)]
+    layers = [new_layer(model, layer, "auto") for layer in range(2)]
     return [layer for layer in layers if isinstance(layer, TransformerLayer)]
 
 

@@ -47,7 +47,7 @@ from pretrain.engines import engine as engines
 from pretrain.engines.engine import Engine, StepResult
 from pretrain.evaluation.training_evaluation import training_evaluator
 from pretrain.model.memory import MemoryLayout
-from pretrain.optim.parameter_groups import layer_metrics, layer_of
+from pretrain.optim.parameter_groups import layer_metrics, layer_name
 from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.faulty_engine import with_fault
@@ -237,7 +237,7 @@ def per_layer(
     seen = torch.zeros(2, len(names), dtype=torch.float64)
     for key, after in weights_of(engine).items():
         for row, values in enumerate((after - before[key], after)):
-            seen[row, names.index(layer_of(key[0]))] += values.double().square().sum()
+            seen[row, names.index(layer_name(key[0]))] += values.double().square().sum()
     moved, lengths = sum_over_ranks(seen).sqrt()
     squares = sum_over_ranks(result.layers.squares_KG).flatten().tolist()
     measured = layer_metrics(names, squares, float(result.grad_norm), run.optim.clip_norm)

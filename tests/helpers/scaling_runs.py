@@ -8,7 +8,7 @@ from pathlib import Path
 from foundation.files import write_text
 from pretrain.commands import scale
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.law import Law
@@ -37,7 +37,7 @@ def train_by_the_law(
 
     `until` is the part that was done.
     """
-    run_dir, cost = RunDir.create(directory, config), cost_of(config)
+    run_dir, cost = RunDir.create(directory, config), run_cost(config)
     last = round(until * config.optim.steps)
     lines = []
     for step in sorted({*range(1, last, max(1, last // 40)), last}):

@@ -15,7 +15,7 @@ from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import CheckpointError
 from pretrain.cli import main
 from pretrain.weights.export import load_export
-from pretrain.weights.original import checked_loss, import_state, read_state
+from pretrain.weights.original import checked_loss, import_state, read_state_dict
 from tests.helpers.models import random_tokens
 from tests.helpers.original_settings import config_of_original
 from tests.helpers.reference_model import DEFAULTS, random_state, reference_segment
@@ -115,7 +115,7 @@ def test_what_is_no_state_dict_is_refused_by_name(name: str, tmp_path: Path) -> 
     elif content is not None:
         torch.save(content, path)
     with pytest.raises(CheckpointError, match=str(path)):
-        read_state(path)
+        read_state_dict(path)
 
 
 def test_the_command_writes_an_export_with_the_originals_words(tmp_path: Path, capsys) -> None:

@@ -14,7 +14,7 @@ from benchmarks.static import TABLE
 from foundation.files import read_json
 from foundation.settings import parse_config
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import Footprint, optimizer_of
+from pretrain.costs.device_memory import Footprint, deepspeed_optimizer
 from tests.helpers.live_tensors import (
     AS_ON_A_GPU,
     measured_by_ranks,
@@ -91,7 +91,7 @@ def test_the_estimate_of_a_passes_peak_is_within_15_per_cent(measured: Found, na
     expected += Footprint(run, RANKS, on_gpu=True).offloaded
     for found in measured[name]:
         assert found["peak_of_training"] == pytest.approx(expected, rel=0.15)
-        assert found["optimizer"] == optimizer_of(run)
+        assert found["optimizer"] == deepspeed_optimizer(run)
 
 
 @pytest.mark.slow

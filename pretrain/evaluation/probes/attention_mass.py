@@ -18,7 +18,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
 from pretrain.config.model import ModelConfig
 from pretrain.engines.engine import batch_tensors
-from pretrain.evaluation.probes.document_position import bins_of, first_distances
+from pretrain.evaluation.probes.document_position import distance_bins, first_distances
 from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_backends import weights_and_values
 from pretrain.model.layer import TransformerLayer
@@ -77,7 +77,7 @@ class _Sums:
         columns_C = torch.arange(C, device=device)
         distances_LC = torch.arange(C - L, C, device=device)[:, None] - columns_C
         parts_C = (columns_C >= num_compressed).long() + (columns_C >= C - L)
-        bins_LC = parts_C * self.num_bins + bins_of(distances_LC)
+        bins_LC = parts_C * self.num_bins + distance_bins(distances_LC)
         counted_NBLC = weights_NBLC * valid_BL[:, :, None]
         summed_NLC = counted_NBLC.sum(1, dtype=torch.float64)
         mass_NX = summed_NLC.new_zeros(len(summed_NLC), len(PARTS) * self.num_bins)
@@ -156,7 +156,7 @@ def attention_mass(
     stream, first = measured_stream(corpus, config, memory_length, segment_length)
     module.expect_keys(memory_length, segment_length)
     num_keys = segment_length + memory_length + config.compressed_length + config.compression_rate
-    sums = _Sums(int(bins_of(torch.tensor(num_keys))) + 1)
+    sums = _Sums(int(distance_bins(torch.tensor(num_keys))) + 1)
     memory: Memory | None = None
     rows = [0, 0]
     for number, batch in enumerate(stream):

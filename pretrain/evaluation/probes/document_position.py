@@ -30,7 +30,7 @@ NORMAL_975 = 1.959963984540054  # for intervals of 95%
 MOST_BINS = 64
 
 
-def bins_of(distances: Tensor) -> Tensor:
+def distance_bins(distances: Tensor) -> Tensor:
     """Return the bin of each distance: 0, 1, 2 to 3, 4 to 7, and so on; 0 for negative ones."""
     return torch.frexp(distances.clamp(min=0).double()).exponent.long()
 
@@ -69,7 +69,7 @@ class Borders:
     total: int  # through all layers: each adds a memory (section 3.2 of Dai et al. 2019)
 
 
-def borders_of(config: ModelConfig, memory_length: int, segment_length: int) -> Borders:
+def memory_borders(config: ModelConfig, memory_length: int, segment_length: int) -> Borders:
     """Return the borders of a model that reads segments with a memory of this length."""
     lengths = config.memory_lengths(memory_length)
     compressed = 0
@@ -156,7 +156,7 @@ class PositionScorer(Scorer):
     def _add(self, losses_BX: np.ndarray, valid_BX: np.ndarray, starts_BX: np.ndarray) -> None:
         positions_BX = document_positions(self._last_B, starts_BX)
         self._last_B = positions_BX[:, -1]
-        bins = bins_of(torch.from_numpy(positions_BX[valid_BX]))
+        bins = distance_bins(torch.from_numpy(positions_BX[valid_BX]))
         losses = torch.from_numpy(losses_BX[valid_BX])
         for row, values in enumerate((losses, losses.square(), torch.ones_like(losses))):
             self._sums[row].index_add_(0, bins, values)

@@ -17,8 +17,8 @@ from pretrain.evaluation.probes.document_position import (
     Borders,
     PositionLoss,
     bin_names,
-    borders_of,
     loss_by_position,
+    memory_borders,
 )
 from pretrain.evaluation.probes.recall import (
     Recall,
@@ -88,12 +88,12 @@ class ProbeResults:
             with_memory, without = self.position
             found["position_gain"] = without.losses[-1] - with_memory.losses[-1]
         if self.attention is not None:
-            found["attention_to_memory"] = mean_of(self.attention.share("memory"))
-            found["attention_entropy"] = mean_of(self.attention.entropy)
+            found["attention_to_memory"] = mean_over_heads(self.attention.share("memory"))
+            found["attention_entropy"] = mean_over_heads(self.attention.entropy)
         return found
 
 
-def mean_of(by_layer_and_head: list[list[float]]) -> float:
+def mean_over_heads(by_layer_and_head: list[list[float]]) -> float:
     """Return the mean over layers and heads."""
     return fmean(value for layer in by_layer_and_head for value in layer)
 
@@ -116,7 +116,7 @@ def run_probes(
             "text; leave it out"
         )
     memory, segment = settings.memory_length, settings.segment_length
-    borders = borders_of(module.config, memory, segment)
+    borders = memory_borders(module.config, memory, segment)
     settings = replace(settings, longest_distance=settings.longest_distance or 2 * borders.direct)
     results = ProbeResults(
         step=scorer.trained.step,

@@ -132,7 +132,7 @@ class _Pattern:
     in_text: bool
 
 
-def _pattern_of(kind: RecallKind) -> _Pattern:
+def _pattern(kind: RecallKind) -> _Pattern:
     match kind:
         case "needle":
             return _Pattern(length=5, first_scored=4, in_text=True)
@@ -162,7 +162,7 @@ def distances_up_to(longest: int, borders: Sequence[int]) -> list[int]:
 
 def num_choices(kind: RecallKind, tokens: ProbeTokens) -> list[int]:
     """Return among how many candidates each scored token is chosen; chance is one of them."""
-    pattern, count = _pattern_of(kind), len(tokens.candidates)
+    pattern, count = _pattern(kind), len(tokens.candidates)
     return [count - place for place in range(pattern.first_scored, pattern.length)]
 
 
@@ -175,7 +175,7 @@ def drawn_trials(
     generator: torch.Generator,
 ) -> Trials:
     """Return trials with `lead` tokens before the pattern, after an end of document."""
-    pattern = _pattern_of(kind)
+    pattern = _pattern(kind)
     order_BX = torch.rand(num_lanes, len(tokens.candidates), generator=generator).argsort(1)
     pattern_BX = tokens.candidates[order_BX[:, : pattern.length]]
     between = tokens.haystack if pattern.in_text else tokens.filler
@@ -215,7 +215,7 @@ def measure_recall(
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + distance)
     groups = -(-num_trials // LANES)
-    first_scored = _pattern_of(kind).first_scored
+    first_scored = _pattern(kind).first_scored
     right, losses = [], []
     for number in range(groups):
         place = (number + float(torch.rand((), generator=generator))) / groups

@@ -299,7 +299,7 @@ def attend(
         torch.softmax(weights_PRS, dim=-1, out=weights_PRS)
     else:
         _softmax_with_sinks_(weights_PRS.view(operands.num_heads, -1, S), operands.sinks_n)
-    kept_PRS = weights_PRS if keep is None else dropped(weights_PRS, keep, out=scores)
+    kept_PRS = weights_PRS if keep is None else masked_by(weights_PRS, keep, out=scores)
     read_PRH = scratch.take("read", P, R, H)
     return weights_PRS, torch.bmm(kept_PRS, operands.value_PCH[:, block.keys], out=read_PRH)
 
@@ -313,7 +313,7 @@ def _softmax_with_sinks_(scores_nYS: Tensor, sinks_n: Tensor) -> None:
     scores_nYS.div_(sums_nY1)
 
 
-def dropped(tile_PRS: Tensor, keep: Tensor, *, out: Tensor) -> Tensor:
+def masked_by(tile_PRS: Tensor, keep: Tensor, *, out: Tensor) -> Tensor:
     """Return the tile with zeros where `keep` [n, B, R, S] is False."""
     # A product with bytes is twice as fast as `where` or a product with booleans.
     torch.mul(tile_PRS.view(keep.shape), keep.view(torch.uint8), out=out.view(keep.shape))
@@ -347,7 +347,7 @@ def relative_attention(
 
     Hidden are keys after the query, keys at `max_distance` or more (`same_length`) and keys of
     other documents, whose ids `documents_BC` never fall along C. Where `keep_NBLC` is False a
-    weight is dropped; the others are divided by `keep_probability`.
+    weight is masked; the others are divided by `keep_probability`.
     """
     L, N = query_BLNH.shape[1:3]
     C, G = sum(part.shape[1] for part in key_value_parts), key_value_parts[0].shape[3]
@@ -367,7 +367,7 @@ def relative_attention(
 class _RelativeAttention(torch.autograd.Function):
     """Keeps the inputs and the softmax of every tile for the backward pass.
 
-    Whatever else the gradient needs (gathered operands, dropped weights) is computed again, tile by
+    Whatever else the gradient needs (gathered operands, masked weights) is computed again, tile by
     tile, because that is cheaper than reading it back from host memory.
     """
 
@@ -387,7 +387,7 @@ class _RelativeAttention(torch.autograd.Function):
         for group in plan:
             operands = Operands.read(group, inputs, scratch)
             for block in group.blocks:
-                keep = _keep_of(keep_NBLC, group, block)
+                keep = _kept_part(keep_NBLC, group, block)
                 weights_PRS, read_PRH = attend(operands, block, keep, scratch, reuse=not saves)
                 target = output_NBLH[group.heads, group.lanes, block.rows]
                 torch.mul(read_PRH.view(target.shape), keep_scale, out=target)
@@ -416,13 +416,13 @@ class _RelativeAttention(torch.autograd.Function):
             weights = weights[len(blocks) :]
             # From the last rows, which see the most keys: their products initialize the sums.
             for block, weights_PRS in reversed(blocks):
-                keep = _keep_of(keep_NBLC, group, block)
+                keep = _kept_part(keep_NBLC, group, block)
                 gradients.add_tile(operands, group, block, weights_PRS, keep, output_PLH)
             gradients.store_keys(group)
         return (None, None, None, None, *gradients.of_inputs())
 
 
-def _keep_of(keep_NBLC: Tensor | None, group: Group, block: Block) -> Tensor | None:
+def _kept_part(keep_NBLC: Tensor | None, group: Group, block: Block) -> Tensor | None:
     if keep_NBLC is None:
         return None
     return keep_NBLC[group.heads, group.lanes, block.rows, block.keys]
@@ -474,11 +474,11 @@ class Gradients:
         take = self._scratch.take
         output_PRH = output_PLH[:, block.rows]
         work_PRS = take("scores", *weights_PRS.shape)
-        kept_PRS = weights_PRS if keep is None else dropped(weights_PRS, keep, out=work_PRS)
+        kept_PRS = weights_PRS if keep is None else masked_by(weights_PRS, keep, out=work_PRS)
         self._add_to_keys("value gradient", operands.value_PCH.shape, block, kept_PRS, output_PRH)
         torch.bmm(output_PRH, operands.value_PCH[:, block.keys].transpose(1, 2), out=work_PRS)
         if keep is not None:
-            dropped(work_PRS, keep, out=work_PRS)
+            masked_by(work_PRS, keep, out=work_PRS)
         scores_PRS = take("score gradient", *weights_PRS.shape)
         torch.ops.aten._softmax_backward_data.out(
             work_PRS, weights_PRS, -1, weights_PRS.dtype, grad_input=scores_PRS

@@ -28,8 +28,8 @@ from pretrain.kernels.triton.tiling import (
     Chunk,
     Tile,
     Tiles,
+    backward_workspace,
     tiles_for,
-    workspace_of,
 )
 
 SUM_TILE = Tile(16, 64)  # of the kernels that only sum
@@ -267,7 +267,7 @@ class Backward:
         self.score_sums_BNC = call.float32(call.B, call.N, call.C)
         self.position_CNH = call.float32(call.C, call.N, call.H).zero_()
         self.distance_bias_NC = call.float32(call.N, call.C).zero_()
-        needed = workspace_of(
+        needed = backward_workspace(
             lanes=call.B,
             queries=call.L,
             keys=call.C,

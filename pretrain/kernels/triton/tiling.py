@@ -229,7 +229,7 @@ class Chunk(NamedTuple):
     groups: int
 
 
-def chunks_of(num_lanes: int, num_groups: int, fitting: int, filling: int) -> list[Chunk]:
+def lane_chunks(num_lanes: int, num_groups: int, fitting: int, filling: int) -> list[Chunk]:
     """Return whole lanes, or some groups of one lane, in chunks as equal as possible.
 
     None has more than the `fitting` groups, or fewer than the `filling` ones if those fit.
@@ -264,7 +264,7 @@ class Workspace:
         return element_bytes * self.elements + 4 * self.summed_elements
 
 
-def workspace_of(
+def backward_workspace(
     *,
     lanes: int,
     queries: int,
@@ -282,7 +282,7 @@ def workspace_of(
     group_heads, programs = heads // groups, -(-keys // tiles.key_gradient.columns)
     group_scores = group_heads * queries * score_row
     fitting = max(1, limit // (group_scores * element_bytes))
-    chunks = chunks_of(lanes, groups, fitting, -(-FILLING_PROGRAMS // programs))
+    chunks = lane_chunks(lanes, groups, fitting, -(-FILLING_PROGRAMS // programs))
     largest = max(chunk.lanes * chunk.groups for chunk in chunks)
     is_split = group_heads > 1 and len(chunks) == 1 and largest * programs < FILLING_PROGRAMS
     return Workspace(

@@ -34,7 +34,7 @@ from foundation.paths import path_text
 from foundation.settings import assert_never
 from foundation.typed_values import json_text, to_tree
 from pretrain.config.phases import spans_of_phases
-from pretrain.costs.flops import model_in_words, parameters_of
+from pretrain.costs.flops import model_in_words, parameter_counts
 from pretrain.rundir.code_version import code_version
 from pretrain.weights.export import WEIGHTS, TrainedModel, new_directory, write_weights
 
@@ -295,7 +295,7 @@ def model_card(
     needs_sentencepiece = MODEL_NAME in (tokenizer_files(tokenizer) or {})
     return CARD.format(
         name=config.name,
-        parameters=parameters_of(model).total,
+        parameters=parameter_counts(model).total,
         step=trained.step,
         tokens=sum(phase.tokens_per_step * count for phase, count in spans),
         # Of whoever started the run: nothing that ends the code span.

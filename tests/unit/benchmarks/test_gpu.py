@@ -22,7 +22,7 @@ from benchmarks.gpu.steps import ROOT, STEPS, Step, known_steps
 from benchmarks.gpu.training import measured_run
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from pretrain.costs.device_memory import Footprint
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.model.attention_backends import plain_attention
 from tests.helpers.corpora import make_tiny_corpus
 
@@ -66,7 +66,7 @@ def test_the_gpt_has_the_models_size_its_tokens_and_its_keys_per_query(context: 
     with torch.device("meta"):
         module = GPT(gpt.model, compiles=False)
     parameters = sum(each.numel() for each in module.parameters())
-    assert parameters == pytest.approx(cost_of(run).parameters, rel=1e-3)
+    assert parameters == pytest.approx(run_cost(run).parameters, rel=1e-3)
     # The memory's keys and values are the only other products.
     flops, expected = (speed.visible_flops_per_token(each) for each in (gpt, run))
     assert flops == pytest.approx(expected, rel=0.05)
@@ -93,8 +93,8 @@ def test_every_model_that_is_measured_fits_into_80_gigabytes(context: Context, s
 
 def test_pairs_that_no_query_sees_do_not_count(context: Context) -> None:
     run = measured_run("relative_1b", context)
-    assert 1.25e9 < cost_of(run).parameters < 1.4e9
-    every, visible = cost_of(run).flops_per_token, speed.visible_flops_per_token(run)
+    assert 1.25e9 < run_cost(run).parameters < 1.4e9
+    every, visible = run_cost(run).flops_per_token, speed.visible_flops_per_token(run)
     # Counted pair by pair, for products of content, positions and values, forward and backward.
     length, memory = run.data.segment_length, run.model.memory_length
     pairs = sum(memory + query + 1 for query in range(length)) / length

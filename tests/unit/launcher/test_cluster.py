@@ -15,7 +15,7 @@ from pretrain.config.cluster import (
     fixed_nodes,
     load_cluster,
     parse_nodes,
-    seconds_of,
+    time_limit_seconds,
 )
 from pretrain.config.run import DataConfig, ModelConfig, RunConfig
 from tests.helpers.jobs import job_of
@@ -44,7 +44,7 @@ def job(cluster: ClusterConfig = CPU, nodes: NodeRange = TWO) -> Job:
     ],
 )  # fmt: skip
 def test_time_limits_are_read_as_slurm_reads_them(text, seconds):
-    assert seconds_of(text) == seconds
+    assert time_limit_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)

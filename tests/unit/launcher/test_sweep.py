@@ -24,7 +24,7 @@ from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main as pretrain
 from pretrain.config.cluster import ClusterConfig, NodeRange
 from pretrain.config.run import DataConfig, ModelConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.events import Outcome, Rewind, Spike, Submitted, TrainingBegan, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
@@ -295,7 +295,7 @@ def test_a_report_compares_the_cells_that_have_made_a_step(grid, capsys, caplog,
     with open("runs/grid/compare.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == [cells[1].path.name, cells[3].path.name]
-    cost = cost_of(cells[1].config)
+    cost = run_cost(cells[1].config)
     expected = {
         "optim.learning_rate": "0.0003", "evaluation_perplexity": "7.4", "train_loss": "0.75",
         "validation_loss": "2", "bits_per_byte": "1.25", "memory_gain": "0.5",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foundation.errors import ConfigError
-from pretrain.config.engine import LIMITS, Attention, DeltaRule, attention_of, delta_rule_of
+from pretrain.config.engine import LIMITS, Attention, DeltaRule, chosen_attention, chosen_delta_rule
 from pretrain.config.model import (
     ActivationCheckpointing,
     AttentionKernel,
@@ -144,7 +144,7 @@ def test_memories_and_groups_of_any_size_in_both_precisions(dtype, memory):
 )
 def test_a_gpu_takes_the_fastest_attention_or_says_why_not(options, is_half, kind, reason):
     config = replace(ROPE, **options)
-    found = attention_of("auto", config, on_gpu=True, is_half=is_half)
+    found = chosen_attention("auto", config, on_gpu=True, is_half=is_half)
     assert found[0] is kind
     assert reason in found[1]
     assert bool(reason) == bool(found[1])
@@ -165,10 +165,10 @@ def test_a_gpu_takes_the_fastest_attention_or_says_why_not(options, is_half, kin
 )
 def test_a_gpu_takes_fla_or_names_what_excludes_it(kernel, options, is_half, reason):
     config = replace(TINY, layer_kinds=("deltanet",), **options)
-    found = delta_rule_of(kernel, config, on_gpu=True, is_half=is_half)
+    found = chosen_delta_rule(kernel, config, on_gpu=True, is_half=is_half)
     assert (found[0] is DeltaRule.FLA) == (not reason)
     assert reason in found[1]
-    assert delta_rule_of(kernel, config, on_gpu=False, is_half=True) == (DeltaRule.CHUNKS, "")
+    assert chosen_delta_rule(kernel, config, on_gpu=False, is_half=True) == (DeltaRule.CHUNKS, "")
 
 
 def test_what_a_gpu_gets_is_logged_once(caplog):

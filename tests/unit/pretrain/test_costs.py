@@ -28,12 +28,12 @@ from pretrain.config.run import (
 )
 from pretrain.costs.device_memory import Footprint, checkpoint_bytes, largest_parameter, layer_bytes
 from pretrain.costs.flops import (
-    computed_flops_of_step,
-    cost_of,
-    flops_of,
+    computed_step_flops,
     flops_per_token,
-    parameters_of,
+    parameter_counts,
+    run_cost,
     tail_shares,
+    token_flops,
 )
 from pretrain.costs.hardware import Hardware
 from pretrain.costs.run_time import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
@@ -67,7 +67,7 @@ def comments_of(path: Path) -> str:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_configurations_have_their_published_sizes(name):
     model = load_config(RunConfig, MODELS / f"{name}.yaml").model
-    assert parameters_of(model).total == PUBLISHED[name]
+    assert parameter_counts(model).total == PUBLISHED[name]
 
 
 COUNT = re.compile(r"([\d,]+) parameters")
@@ -77,7 +77,7 @@ STATED = [path for path in FILES if COUNT.search(comments_of(path))]
 
 @pytest.mark.parametrize("path", STATED, ids=lambda path: path.name)
 def test_a_configuration_has_the_parameters_that_its_comment_states(path):
-    parameters = parameters_of(load_config(RunConfig, path).model).total
+    parameters = parameter_counts(load_config(RunConfig, path).model).total
     assert COUNT.findall(comments_of(path)) == [f"{parameters:,}"]
 
 
@@ -85,11 +85,11 @@ def test_a_configuration_has_the_parameters_that_its_comment_states(path):
 def test_each_rung_of_the_ladder_has_the_size_of_its_name_and_sees_20_tokens_per_parameter(rung):
     path = MODELS / f"xl_modern_{rung}.yaml"
     run = load_config(RunConfig, path)
-    parameters = parameters_of(run.model).total
+    parameters = parameter_counts(run.model).total
     assert path in STATED
     assert f"{run.tokens_per_step:,} tokens a step" in comments_of(path)
     assert parameters == pytest.approx(LADDER[rung], rel=0.03)
-    assert cost_of(run).tokens == pytest.approx(20 * parameters, rel=0.02)
+    assert run_cost(run).tokens == pytest.approx(20 * parameters, rel=0.02)
 
 
 def test_a_run_costs_what_its_phases_cost_together():
@@ -99,12 +99,12 @@ def test_a_run_costs_what_its_phases_cost_together():
     phase = PhaseConfig(from_step=10, segment_length=16)
     run = RunConfig(model=model, data=replace(data, phases=(phase,)), optim=OptimConfig(steps=15))
     first, second = (
-        cost_of(RunConfig(model=model, data=each, optim=OptimConfig(steps=steps)))
+        run_cost(RunConfig(model=model, data=each, optim=OptimConfig(steps=steps)))
         for each, steps in ((data, 10), (longer, 5))
     )
-    assert cost_of(run).tokens == first.tokens + second.tokens == 10 * 16 + 5 * 32
-    assert cost_of(run).flops == first.flops + second.flops
-    assert cost_of(run, 10).flops == first.flops
+    assert run_cost(run).tokens == first.tokens + second.tokens == 10 * 16 + 5 * 32
+    assert run_cost(run).flops == first.flops + second.flops
+    assert run_cost(run, 10).flops == first.flops
 
 
 def test_counted_parameters_are_those_of_the_built_model():
@@ -112,7 +112,7 @@ def test_counted_parameters_are_those_of_the_built_model():
         model = replace(TINY, **options)
         with torch.device("meta"):
             built = [parameter.numel() for parameter in TransformerXL(model).parameters()]
-        assert parameters_of(model).total == sum(built), options
+        assert parameter_counts(model).total == sum(built), options
         assert largest_parameter(model) == max(built), options
 
 
@@ -173,7 +173,7 @@ def test_flops_are_what_pytorch_counts(options, ends):
     # The shift's padding column is a product the formula leaves out.
     width = model.num_heads * model.head_width * (model.positions == "relative")
     padding = 2 * model.num_attention_layers * width * model.read_tokens(6) / 6
-    expected, tokens = flops_of(model, 6, 3, segments), 18 * segments
+    expected, tokens = token_flops(model, 6, 3, segments), 18 * segments
     assert forward / tokens == pytest.approx(expected.forward + padding, rel=1e-12)
     assert both / tokens == pytest.approx(expected.training + 3 * padding, rel=1e-12)
 
@@ -213,7 +213,7 @@ def test_a_deltanet_keeps_what_autograd_does_but_for_small_tensors(isolates, lan
 def test_stage_3_sums_a_ranks_part_of_the_gradients_in_float32(segments, of_weights):
     optim, engine = OptimConfig(gradient_segments=segments), EngineConfig(precision="bf16")
     run = RunConfig(model=ModelConfig(**SMALL), optim=optim, engine=replace(engine, zero_stage=3))
-    parameters = parameters_of(run.model).total
+    parameters = parameter_counts(run.model).total
     gradients = Footprint(replace(run, data=DataConfig(lanes=8)), 8).parts["gradients"]
     assert gradients == 4 * parameters / 8 + of_weights * parameters
 
@@ -240,7 +240,7 @@ def test_flops_that_are_computed_twice_are_those_that_pytorch_counts(norm_positi
         run = RunConfig(model=model, data=data, engine=plain)
         kept = (plain.activation_checkpointing, "plain", plain.logits_chunk_tokens)
         _, found = counted_flops(TransformerXL(model, *kept))
-        counted.append(computed_flops_of_step(run, 1))
+        counted.append(computed_step_flops(run, 1))
         assert counted[-1] == pytest.approx(found, rel=1e-9)
         once = run.tokens_per_step * flops_per_token(run)
         assert once == counted[0], "MFU counts nothing twice"
@@ -263,7 +263,7 @@ def test_all_50_architectures_of_hoffmanns_table_a9_match_within_0_7_per_cent():
         sizes = {name: int(row[column]) for name, column in columns.items()}
         published = 1e6 * float(row["million_parameters"])
         model = ModelConfig(vocab_size=32000, **sizes)
-        assert parameters_of(model).total == pytest.approx(published, rel=0.007)
+        assert parameter_counts(model).total == pytest.approx(published, rel=0.007)
 
 
 CONFIGS = Path(__file__).parents[3] / "configs"

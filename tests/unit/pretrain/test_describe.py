@@ -20,7 +20,7 @@ from pretrain.config.run import (
     RunConfig,
 )
 from pretrain.costs.device_memory import Footprint, advice, cheapest_fit, largest_micro_batch
-from pretrain.costs.flops import cost_of, flops_of
+from pretrain.costs.flops import run_cost, token_flops
 from pretrain.costs.run_time import evaluation_flops, run_time
 from pretrain.kernels import delta_rule
 from pretrain.rundir.run_dir import RunDir
@@ -79,7 +79,7 @@ def test_time_follows_from_the_peak_of_the_precision(capsys, gpu, precision, pea
     is_plain = "attention: plain operations" in said
     assert is_plain == (gpu != "cpu" and "fp32" in precision)
     config = load_config(RunConfig, path)
-    flops = flops_of(config.model, config.data.segment_length, config.data.lanes).training
+    flops = token_flops(config.model, config.data.segment_length, config.data.lanes).training
     speed = float(re.search(r"([\d,]+) tokens/s", said)[1].replace(",", ""))
     assert speed == pytest.approx(0.5 * peak / flops, rel=0.01, abs=1)
     assert f": 1 rank ({gpu})" in said.splitlines()[0]
@@ -206,7 +206,7 @@ def test_the_file_reads_back_as_the_run_it_was_written_from(parameters, tokens, 
         path=Path("/data/a: b"), tokens=tokens, longest_document=longest, vocab_size=vocab_size
     )
     run = new_experiment("mine", text, parameters)
-    assert cost_of(run).parameters == pytest.approx(parameters, rel=0.4)
+    assert run_cost(run).parameters == pytest.approx(parameters, rel=0.4)
     file = tmp_path / "mine.yaml"
     file.write_text(as_file(run, file, text))
     found = load_config(RunConfig, file)
@@ -227,7 +227,7 @@ def test_with_paper_the_parts_are_the_defaults_and_the_size_is_still_as_asked(tm
     for part in (*parts, "num_key_heads"):
         assert getattr(model, part) == getattr(plain, part), part
     assert new_experiment("mine", text, 3e7).model.norm_position != plain.norm_position
-    assert cost_of(run).parameters == pytest.approx(3e7, rel=0.4)
+    assert run_cost(run).parameters == pytest.approx(3e7, rel=0.4)
     assert run.optim.learning_rate == 2.5e-4
     assert "the paper's: " not in file.read_text()
     today = as_file(new_experiment("mine", text, 3e7), file, text)
@@ -245,7 +245,7 @@ def test_settings_of_the_command_line_are_in_the_file_and_the_size_is_as_asked(s
     overrides.append("data.lanes=4")
     run = new_experiment("mine", text, 3e6, steps=steps, overrides=overrides)
     assert run.model.num_layers % 4 == 0
-    assert cost_of(run).parameters == pytest.approx(3e6, rel=0.4)
+    assert run_cost(run).parameters == pytest.approx(3e6, rel=0.4)
     file = tmp_path / "mine.yaml"
     file.write_text(as_file(run, file, text, overrides))
     found = load_config(RunConfig, file)

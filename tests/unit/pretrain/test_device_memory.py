@@ -20,9 +20,9 @@ from pretrain.costs.device_memory import (
     SMALLEST_BUCKET,
     Footprint,
     bucket_elements,
+    deepspeed_optimizer,
     largest_parameter,
     layer_bytes,
-    optimizer_of,
 )
 from pretrain.engines.deepspeed_engine import check_settings, deepspeed_settings
 from pretrain.kernels.triton.settings import CAPABILITIES
@@ -213,7 +213,7 @@ def test_settings_that_deepspeed_rejects_are_reported_in_one_line(wrong: dict) -
 def test_stages_2_and_3_reduce_gradients_early(stage, precision, offload, optimizer, overlaps):
     engine: dict = {"zero_stage": stage, "precision": precision, "offload_optimizer": offload}
     run = RunConfig(model=MODEL, engine=EngineConfig(**engine))
-    assert optimizer_of(run) == optimizer
+    assert deepspeed_optimizer(run) == optimizer
     on_gpu, on_cpu = (deepspeed_settings(run, 2, 1, on_gpu=on_gpu) for on_gpu in (True, False))
     assert on_gpu["zero_optimization"].get("overlap_comm") == overlaps
     assert not on_cpu["zero_optimization"].get("overlap_comm")

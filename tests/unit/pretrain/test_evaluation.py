@@ -24,11 +24,11 @@ from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evalua
 from pretrain.evaluation.probes.attention_mass import AttentionMass, attention_mass, measured_stream
 from pretrain.evaluation.probes.document_position import (
     bin_names,
-    bins_of,
-    borders_of,
+    distance_bins,
     document_positions,
     first_distances,
     loss_by_position,
+    memory_borders,
     wilson_interval,
 )
 from pretrain.evaluation.probes.recall import (
@@ -235,7 +235,7 @@ def test_the_interval_is_the_published_one(successes, trials, low, high):
 def test_a_model_that_copies_from_its_memory_recalls_as_far_as_it_reaches(kind):
     """The cue's successor is d - 1 keys back; a segment's token i sees i + 16."""
     model = induction_model(END + 1, MEMORY)
-    direct = borders_of(model.config, MEMORY, SEGMENT).direct
+    direct = memory_borders(model.config, MEMORY, SEGMENT).direct
     assert direct == MEMORY + SEGMENT
     for distance in (SEGMENT, MEMORY + 1):
         found = recalled(model, kind, distance)
@@ -256,7 +256,7 @@ def test_a_model_that_copies_from_its_memory_recalls_as_far_as_it_reaches(kind):
 )
 def test_beyond_all_layers_there_is_only_chance(kind, name):
     model = tiny_model(**VARIANTS[name]).eval()
-    total = borders_of(model.config, 8, SEGMENT).total
+    total = memory_borders(model.config, 8, SEGMENT).total
     tokens = ProbeTokens(torch.arange(0, 36, 2), torch.arange(1, 36, 2), None, 36)
     found = recalled(model, kind, total + 1, tokens, memory_length=8, num_trials=128)
     assert found.low <= found.chance <= found.high
@@ -333,7 +333,7 @@ ROWS, TOKENS_READ = 8, 6
 
 def test_bins_are_powers_of_two():
     distances = torch.tensor([-3, 0, 1, 2, 3, 4, 7, 8, 1023, 1024])
-    assert bins_of(distances).tolist() == [0, 0, 1, 2, 2, 3, 3, 4, 10, 11]
+    assert distance_bins(distances).tolist() == [0, 0, 1, 2, 2, 3, 3, 4, 10, 11]
     assert first_distances(5) == (0, 1, 2, 4, 8)
     assert bin_names((0, 1, 2, 4, 8)) == ["0", "1", "2-3", "4-7", "8+"]
 
@@ -364,7 +364,7 @@ def test_each_position_has_the_losses_of_its_documents(corpus, world):
             with torch.no_grad():
                 nll_BL, _ = model(inputs, targets, None, starts)
             for position, loss in enumerate(nll_BL[0].tolist()):
-                by_bin.setdefault(int(bins_of(torch.tensor(position))), []).append(loss)
+                by_bin.setdefault(int(distance_bins(torch.tensor(position))), []).append(loss)
     assert found.tokens == tuple(len(by_bin[number]) for number in sorted(by_bin))
     # The first target is predicted from the end of the document before, which is isolated too.
     for number, losses in by_bin.items():

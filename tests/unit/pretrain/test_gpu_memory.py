@@ -12,7 +12,7 @@ from foundation.settings import parse_config
 from foundation.typed_values import to_tree
 from pretrain.config.run import RunConfig, lanes_of_rank
 from pretrain.costs.device_memory import Footprint, lane_bytes
-from pretrain.costs.flops import lanes_of_pass, parameters_of
+from pretrain.costs.flops import parameter_counts, pass_lanes
 from tests.helpers.live_tensors import LiveTensors
 
 FULL = {"activation_checkpointing": "full"}
@@ -54,10 +54,10 @@ def peak_of_a_pass(run: RunConfig, ranks: int) -> float:
         )
         for parameter in module.parameters() if engine.zero_stage > 1 else ():
             parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
-        for _ in trained_on_meta(module, run.data.segment_length, lanes_of_pass(run, ranks)):
+        for _ in trained_on_meta(module, run.data.segment_length, pass_lanes(run, ranks)):
             pass
-    waiting = len(lanes_of_rank(run, 0, ranks)) - lanes_of_pass(run, ranks)
-    return live.peak - 2 * parameters_of(run.model).total + 2 * waiting * lane_bytes(run)
+    waiting = len(lanes_of_rank(run, 0, ranks)) - pass_lanes(run, ranks)
+    return live.peak - 2 * parameter_counts(run.model).total + 2 * waiting * lane_bytes(run)
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def peak_of_a_pass(run: RunConfig, ranks: int) -> float:
 def test_the_estimate_for_a_gpu_is_within_5_per_cent_of_the_tensors_alive(name: str) -> None:
     run, ranks = run_of(name)
     footprint = Footprint(run, ranks, on_gpu=True)
-    parts, P = footprint.parts, parameters_of(run.model).total
+    parts, P = footprint.parts, parameter_counts(run.model).total
     expected = parts["weights"] + parts["optimizer"] + peak_of_a_pass(run, ranks)
     if run.engine.zero_stage == 1:  # in float32; they are copied when activations are gone
         expected = max(expected + 4 * P, parts["weights"] + parts["optimizer"] + 8 * P)

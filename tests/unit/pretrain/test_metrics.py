@@ -22,7 +22,7 @@ from pretrain.config.run import (
     OptimConfig,
     RunConfig,
 )
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.engines.engine import StepResult
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.reporting.results import results_of
@@ -112,7 +112,7 @@ def test_mfu_and_describe_count_the_same_flops_with_accumulation(world, tmp_path
     run = replace(RUN, engine=EngineConfig(kind="torch", micro_batch_lanes=1))
     run_dir = RunDir.create(tmp_path / "slots", run)
     Recorder(world, run_dir, run=run).close()
-    flops = f"{si(cost_of(run).flops_per_token)}FLOP"
+    flops = f"{si(run_cost(run).flops_per_token)}FLOP"
     assert f"x {flops} per token" in caplog.text
     assert main(["describe", str(run_dir.config_file)]) == 0
     assert flops in capsys.readouterr().out

@@ -33,7 +33,7 @@ from pretrain.model.positions import (
     alibi_slopes_N,
     rotated_BXNH,
     sinusoids_XD,
-    t5_buckets_of,
+    t5_buckets,
 )
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.model.visibility import Visibility
@@ -97,7 +97,7 @@ def test_linear_biases_have_the_published_slopes() -> None:
 
 
 def test_buckets_are_single_distances_then_logarithmic() -> None:
-    buckets = t5_buckets_of(torch.arange(300), 32, 128)
+    buckets = t5_buckets(torch.arange(300), 32, 128)
     assert buckets[:17].tolist() == list(range(17))
     assert buckets[127].item() == 31
     assert (buckets[128:] == 31).all()

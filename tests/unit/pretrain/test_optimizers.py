@@ -44,8 +44,8 @@ from pretrain.optim.optimizers import build_optimizer
 from pretrain.optim.parameter_groups import (
     decays,
     layer_metrics,
-    layer_of,
-    role_of,
+    layer_name,
+    parameter_role,
     set_learning_rate,
     stacked_matrices,
 )
@@ -82,16 +82,16 @@ def torch_optimizers(
         name: [
             nn.Parameter(part.clone())
             for part in each.detach().chunk(
-                stacked_matrices(name) if role_of(name) == "matrix" else 1
+                stacked_matrices(name) if parameter_role(name) == "matrix" else 1
             )
         ]
         for name, each in module.named_parameters()
     }
-    matrices = [part for name in parts if role_of(name) == "matrix" for part in parts[name]]
+    matrices = [part for name in parts if parameter_role(name) == "matrix" for part in parts[name]]
     others = [
         {"params": parts[name], "weight_decay": DECAY if is_decayed(name, parts[name][0]) else 0.0}
         for name in parts
-        if role_of(name) != "matrix"
+        if parameter_role(name) != "matrix"
     ]
     rate = {"lr": optim.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
     muon = torch.optim.Muon(matrices, weight_decay=DECAY, **rate)
@@ -238,7 +238,7 @@ def test_norms_and_ratios_equal_those_of_gradients_and_weights(run, world, name,
     after = dict(engine.module.named_parameters())
     assert {key.split("/")[1] for key in found} == LAYERS
     for layer in LAYERS:
-        keys = [key for key in after if layer_of(key) == layer]
+        keys = [key for key in after if layer_name(key) == layer]
         expected = norm_of([gradients[key] for key in keys])
         assert found[f"grad_norm/{layer}"] == pytest.approx(expected, rel=1e-5)
         moved = norm_of([after[key].detach() - before[key] for key in keys])
@@ -290,7 +290,7 @@ def built_variants() -> Iterator[TransformerXL]:
 def test_every_parameter_of_every_variant_has_one_role() -> None:
     for module in built_variants():
         for name, parameter in module.named_parameters():
-            role = role_of(name)
+            role = parameter_role(name)
             # Under ZeRO-3 a parameter has no shape, so the name alone must tell.
             is_pair = name.endswith(("content_bias", "position_bias", "bucket_bias"))
             assert (parameter.dim() == 2) == (decays(role) or is_pair), (name, role)
@@ -299,7 +299,7 @@ def test_every_parameter_of_every_variant_has_one_role() -> None:
 @pytest.mark.parametrize("name", ["layers.0.attention.sink", "head.bins.0.gate", "bias"])
 def test_a_parameter_without_a_role_is_an_error(name: str) -> None:
     with pytest.raises(AssertionError, match=name):
-        role_of(name)
+        parameter_role(name)
 
 
 def test_a_bin_that_no_token_is_in_takes_adams_step_for_a_gradient_of_zero() -> None:

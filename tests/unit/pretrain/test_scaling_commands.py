@@ -15,7 +15,7 @@ from foundation.files import write_text
 from foundation.settings import load_config
 from pretrain import scaling
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.scaling.fit import doubts, fit_all, run_doubts
 from tests.helpers.scaling import HOFFMANN, PUBLISHED_DATA, make_points, simulated, write_points
 from tests.helpers.scaling_runs import command
@@ -50,7 +50,7 @@ def test_fit_writes_an_experiment_that_is_the_optimum(collected, capsys):
     question = (collected / "runs.csv", "--flops", "1e17")
     tree = answer(capsys, *question, "--experiment", collected / "books.yaml", "--write", written)
     best = tree["laws"]["parametric"]["optima"][1]["N*"]["value"]
-    cost = cost_of(load_config(RunConfig, written))
+    cost = run_cost(load_config(RunConfig, written))
     assert cost.flops == pytest.approx(1e17, rel=0.01)
     assert cost.parameters == pytest.approx(best, rel=0.1)
     assert re.match("# .* 1e[+]17 .* parametric: loss ", written.read_text())

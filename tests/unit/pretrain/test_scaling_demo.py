@@ -18,7 +18,7 @@ from launcher.commands import sweep as launcher_sweep
 from pretrain.cli import main
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.scaling.law import Law
 from pretrain.sweeps.cells import config_of
 from pretrain.sweeps.sweep_file import read_sweep
@@ -53,7 +53,7 @@ def commands(tmp_path_factory) -> list[list[str]]:
 
 def lowest_at(rate: float, run: RunConfig) -> float:
     """A last loss by the law, higher at other rates than this one."""
-    cost, apart = cost_of(run), log(run.optim.learning_rate / rate)
+    cost, apart = run_cost(run), log(run.optim.learning_rate / rate)
     return float(LAW.loss(cost.parameters, cost.tokens)) + 0.1 * apart**2
 
 

@@ -25,7 +25,7 @@ from pretrain.commands.scale import rule_of
 from pretrain.config.devices import device_named
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
-from pretrain.costs.flops import cost_of
+from pretrain.costs.flops import run_cost
 from pretrain.costs.hardware import GIB, USABLE
 from pretrain.scaling import plan
 from pretrain.scaling.collect import Row, read_rows, write_rows
@@ -78,7 +78,7 @@ def test_widths_and_numbers_of_heads_are_round_at_every_size():
     for step in range(0, 40, 2):
         run = grouped.nearest(2e7 * 1.25**step)
         model = run.model
-        assert cost_of(run).parameters == pytest.approx(2e7 * 1.25**step, rel=0.2)
+        assert run_cost(run).parameters == pytest.approx(2e7 * 1.25**step, rel=0.2)
         assert model.d_model == 64 * model.num_heads
         assert model.d_model % (128 if model.d_model >= 512 else 64) == 0
         assert model.num_heads % 2 == 0 or model.num_heads < 8
@@ -94,7 +94,7 @@ def test_layers_of_several_kinds_and_memory_lengths_come_in_whole_patterns():
     for size in (3e7, 2e8, 2e9):
         run = family(layer_kinds=kinds, memory_length=(0, 512)).nearest(size)
         assert run.model.num_layers % 6 == 0
-        assert cost_of(run).parameters == pytest.approx(size, rel=0.2)
+        assert run_cost(run).parameters == pytest.approx(size, rel=0.2)
 
 
 def test_a_size_the_vocabulary_alone_exceeds_is_refused():
@@ -107,7 +107,7 @@ def test_every_cell_meets_its_budget_within_one_per_cent_by_exact_flops():
     assert len(runs) == 11
     for item in runs:
         assert item.cost.flops == pytest.approx(item.facts["budget"], rel=0.01)
-        assert item.cost == cost_of(item.run)
+        assert item.cost == run_cost(item.run)
         optim = item.run.optim
         assert optim.schedule.warmup_steps == pytest.approx(0.05 * optim.steps, abs=1)
         assert optim.steps >= 50
@@ -374,7 +374,7 @@ def tuned(directory: Path, width: int, batches=(1024,), lowest=best_rate) -> Pat
     model = f"vocab_size: 512, num_layers: 2, d_model: {width}, num_heads: {width // 16}"
     data = "data: {segment_length: 64, lanes: 16, path: absent}\noptim: {steps: 200}"
     write_text(path, f"name: books{width}\nmodel: {{{model}, memory_length: 64}}\n{data}\n")
-    cost, rng, rows = cost_of(load_config(RunConfig, path)), np.random.default_rng(width), []
+    cost, rng, rows = run_cost(load_config(RunConfig, path)), np.random.default_rng(width), []
     for rate, batch in itertools.product((5e-4, 1e-3, 2e-3, 4e-3, 8e-3), batches):
         apart = math.log(rate / lowest(cost.body_parameters))
         loss = 3 + 0.1 * apart**2 + 1e-3 * rng.standard_normal()

@@ -23,7 +23,7 @@ from pretrain.comparisons.members import member_results
 from pretrain.comparisons.page import loss_by_memory
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import checkpoint_bytes
-from pretrain.costs.flops import computed_flops_of_step, cost_of
+from pretrain.costs.flops import computed_step_flops, run_cost
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
@@ -69,7 +69,7 @@ def test_cells_differ_in_rate_and_seed_alone_and_more_rates_keep_the_cells_there
     more = planned(tmp_path, "--rates", *RATES, 8e-3, "--seeds", 1, 2)
     assert [run for run in more if run.optim.learning_rate < 8e-3] == runs
     twice = planned(tmp_path, "data.lanes=32", "optim.steps=500", "--rates", *RATES)
-    assert {cost_of(run).tokens for run in twice} == {1000 * 512}
+    assert {run_cost(run).tokens for run in twice} == {1000 * 512}
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_contexts_differ_in_segment_and_memory_alone_at_equal_tokens_and_equal_f
     runs = planned(tmp_path, "--segments", 16, 32, 64, "--memories", 0, 32, 128)
     contexts = {(run.data.segment_length, run.model.memory_length) for run in runs}
     assert len(contexts) == 9
-    base = cost_of(next(run for run in runs if run.name == "t32-m32"))
+    base = run_cost(next(run for run in runs if run.name == "t32-m32"))
     for run in runs:
-        cost = cost_of(run)
+        cost = run_cost(run)
         assert cost.parameters == base.parameters
         assert run.tokens_per_step == 512
         assert run.optim.learning_rate == runs[0].optim.learning_rate
@@ -217,7 +217,7 @@ def test_members_of_the_shipped_comparisons_differ_and_train_for_as_many_flops(p
     runs = {member_name(item.name): item.run for item in planned[: len(members)]}
     assert [*runs] == members, "they take turns"
     for member, run in runs.items():
-        flops = computed_flops_of_step(run, 1) * run.optim.steps
+        flops = computed_step_flops(run, 1) * run.optim.steps
         assert flops == pytest.approx(comparison.flops, rel=0.01), member
         assert run.tokens_per_step == runs["transformer-xl"].tokens_per_step
     assert len({str(replace(run, name="x")) for run in runs.values()}) == len(runs)
@@ -338,7 +338,7 @@ def test_collected_table_has_exact_costs_and_the_last_evaluations_loss(collected
     sweep = read_sweep(collected / "sweep.yaml")
     assert [row["name"] for row in rows] == [cell.name for cell in sweep.cells]
     for row, cell in zip(rows, sweep.cells, strict=True):
-        cost, loss = cost_of(config_of(cell, collected / "sweep.yaml")), float(row["loss"])
+        cost, loss = run_cost(config_of(cell, collected / "sweep.yaml")), float(row["loss"])
         exact = cost.parameters, cost.body_parameters, cost.tokens
         assert tuple(int(row[name]) for name in ("N", "N_body", "D")) == exact
         assert row["tasks/quiz/acc"] == "0.5"

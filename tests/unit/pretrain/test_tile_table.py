@@ -26,7 +26,7 @@ from pretrain.kernels.triton.tiling import (
     Chunk,
     Tile,
     built_in_tiles,
-    chunks_of,
+    lane_chunks,
     table_name,
     tiles_for,
 )
@@ -130,4 +130,4 @@ def test_the_kernel_of_the_keys_keeps_an_h100_busy(name, lanes):
     ],
 )
 def test_chunks_fill_the_device_in_equal_parts(fitting, filling, expected):
-    assert chunks_of(num_lanes=3, num_groups=4, fitting=fitting, filling=filling) == expected
+    assert lane_chunks(num_lanes=3, num_groups=4, fitting=fitting, filling=filling) == expected
