@@ -20,10 +20,38 @@ from pretrain.rundir.events import (
     SupervisorKilled,
     TrainingBegan,
 )
+from pretrain.rundir.history import find_events, last_event
 
 # Ends of starts whose supervisor did not decide about the last attempt.
 _UNDECIDED = (JobEndReason.FIRST_NODE_LOST, JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)
 _ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the job leaves it
+
+
+def end_of_start(ledger: Sequence[Event], job: str, restart: int) -> JobEnded | None:
+    """Return how this very start of the job ended, if a supervisor wrote that before it was killed.
+    One that the controller forgot was another start, which may have had the same number."""
+    last = last_event([end for end in find_events(ledger, JobEnded) if end.job == job], JobEnded)
+    is_own = last and last.restart == restart and last.reason is not JobEndReason.FORGOTTEN
+    return last if is_own else None
+
+
+def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:
+    """Return the last start of this job, if nothing was written about its end."""
+    last = last_event([e for e in ledger if getattr(e, "job", "") == job], JobStarted, JobEnded)
+    return last if isinstance(last, JobStarted) else None
+
+
+def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
+    """Return other jobs that started before this one and have no recorded end, latest first."""
+    open_jobs: dict[str, None] = {}
+    for event in ledger:
+        if isinstance(event, JobStarted):
+            if event.job == job:
+                break
+            open_jobs[event.job] = None
+        elif isinstance(event, JobEnded) and not event.requeued:
+            open_jobs.pop(event.job, None)
+    return list(reversed(open_jobs))
 
 
 def refusal_of_futile_starts(

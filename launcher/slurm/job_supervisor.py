@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
-from foundation.retry import CLOCK, Clock, outlast
+from foundation.retry import CLOCK, Clock, Patience, outlast
 from foundation.settings import load_config
 from launcher.restart_policy import RestartPolicy, StartAgain, add_policy_arguments, policy_of
 from launcher.slurm.client import Slurm
-from launcher.slurm.former_starts import attempts_without_progress
+from launcher.slurm.former_starts import (
+    attempts_without_progress,
+    end_of_start,
+    open_start,
+    other_jobs,
+)
 from launcher.slurm.job_exit import JobExit, ThisJob
 from launcher.slurm.lost_nodes import FirstNodeGuard, NodePool, NodeProbe, use_up_old_numbers
 from launcher.slurm.sbatch import Snapshot, own_work_dirs
@@ -24,9 +29,8 @@ from launcher.supervisor import Supervisor, is_complete
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.cluster import load_cluster
 from pretrain.config.run import CheckpointConfig, RunConfig
-from pretrain.rundir.events import Event, JobEnded, JobEndReason, JobStarted, SupervisorKilled
+from pretrain.rundir.events import JobEnded, JobEndReason, JobStarted, SupervisorKilled
 from pretrain.rundir.exit_statuses import EXIT_STOPPED
-from pretrain.rundir.history import find_events, last_event
 from pretrain.rundir.lock import StaleAttempt
 from pretrain.rundir.ownership import ForeignRun, refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
@@ -58,151 +62,154 @@ class Site:
 
 
 def run(arguments: argparse.Namespace, site: Site | None = None) -> int:
-    """Train inside this job; whatever fails is recorded as the end of this start."""
-    site = site or Site()
+    """Train inside this job; return the exit status."""
     set_up_logging("supervisor", arguments.log_level)
-    job, stop = ThisJob.from_environment(), StopSignals()
-    policy = policy_of(arguments)
-    most = policy.attempts_without_progress
-    job_exit = JobExit(job, arguments.run_dir, stop, most, site.slurm, site.clock)
-    with stop:
-        try:
-            return _train(arguments, job, stop, policy, job_exit, site)
-        except (StaleAttempt, ForeignRun, RunInUse):
-            raise  # the ledger belongs to another one
-        except ConfigError as error:  # another attempt would fail the same way
-            job_exit.give_up(str(error))
-            raise
-        except Exception as error:
-            if not isinstance(error, UserError):
-                _log.exception("the supervisor failed")
-            return job_exit.fail(error)
-
-
-def _train(
-    arguments: argparse.Namespace,
-    job: ThisJob,
-    stop: StopSignals,
-    policy: RestartPolicy,
-    job_exit: JobExit,
-    site: Site,
-) -> int:
-    """Train as long as this start of the job lasts, and record its end; return the exit status."""
-    refuse_foreign_run(arguments.run_dir)  # also a cell's, which others than its array may have
-    # Storage may be away when the job starts, and with it the setting that says for how long.
-    usual = stop.patience(CheckpointConfig().storage_patience_seconds, job_exit.poll, site.clock)
-    experiment = Snapshot(arguments.run_dir).experiment
-    status = EXIT_STOPPED
-    with contextlib.suppress(StopWhileWaiting):
-        config = outlast(usual, lambda: load_config(RunConfig, experiment))
-        seconds = config.checkpoint.storage_patience_seconds
-        run_dir = RunDir(arguments.run_dir, stop.patience(seconds, job_exit.poll, site.clock))
-        if ended := end_of_start(run_dir.ledger.read(), job):
-            return job_exit.complete(ended)
-        if is_complete(run_dir, config):  # the job was requeued after its end
-            _log.info("%s is done: there is nothing to do", run_dir.path)
-            return 0
-        if job_exit.is_allocated():
-            await_former_ranks(job, run_dir, site, job_exit.poll)
-            begin(job, run_dir, site.slurm, job_exit.began)
-            use_up_old_numbers(run_dir.ledger.read(), job, job_exit.poll)
-            spare = arguments.spare_nodes
-            status = _make_attempts(job, run_dir, policy, stop, job_exit, spare, site)
-    job_exit.finish(status)
-    return EXIT_USER_ERROR if job_exit.has_given_up else status
-
-
-def _make_attempts(
-    job: ThisJob,
-    run_dir: RunDir,
-    policy: RestartPolicy,
-    stop: StopSignals,
-    job_exit: JobExit,
-    num_spare: int,
-    site: Site,
-) -> int:
-    """Make attempts in this start of the job; return the exit status."""
-    ranks: SlurmRanks | None = None  # of the last attempt
-    step: Step | None = None
-
-    def start(number: int) -> SlurmRanks:
-        nonlocal ranks, step
-        if ranks and ranks.needs_new_start:
-            raise StartAgain(JobEndReason.NO_STEPS)
-        if not num_spare and len(left := job_exit.nodes()) < len(job.nodes):
-            lost = ", ".join(node for node in job.nodes if node not in left)
-            raise StartAgain(JobEndReason.NOT_STARTED, f"{lost} was taken from the job")
-        step = pool.next_step(between)
-        if num_spare:
-            guard.ensure_running([*pool.nodes.training, *pool.nodes.spare])
-        where = ", ".join(step.nodes)
-        _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
-        ranks = site.start_ranks(step, run_dir, number, job_exit.claim(number))
-        return ranks
-
-    def probe(step: Step, path: Path, meanwhile: Callable[[], None]) -> Probe:
-        answer = site.probe(step, path, meanwhile)
-        if answer.problems and not job_exit.is_allocated():
-            raise StopWhileWaiting  # it says nothing of the nodes
-        return answer
-
-    def between() -> None:
-        job_exit.poll()
-        if stop.requests:
-            raise StopWhileWaiting
-
-    count = attempts_without_progress(run_dir.ledger.read(), job.id)
-    # Attempts that were lost together with their supervisors were not decided about.
-    if count >= policy.attempts_without_progress:
-        raise ConfigError(
-            f"{count} attempts in a row brought no checkpoint beyond step "
-            f"{latest_step(run_dir.checkpoints)}; remove the cause, then 'launcher resume'"
-        )
-    try:
-        with run_dir.locked(HOLDER, is_fenced=True), FirstNodeGuard(job) as guard:
-            clock, allocated, excludable = site.clock, job_exit.is_allocated, job_exit.excludable
-            pool = NodePool(job, num_spare, run_dir, excludable, site.slurm, probe, clock)
-            return Supervisor(
-                run_dir, start, policy, stop, count, job_exit.poll, job.id, allocated, clock
-            ).run()
-    except StartAgain as again:
-        if job_exit.is_allocated():  # else it says nothing of the nodes
-            nodes = again.nodes
-            if step and again.rank is not None:
-                nodes = job_exit.excludable([step.node_of(again.rank)])
-            job_exit.leave(again, nodes)
-    except ConfigError:
-        if job_exit.is_allocated():
-            raise
-    return EXIT_STOPPED
+    policy, num_spare = policy_of(arguments), arguments.spare_nodes
+    return JobSupervisor(arguments.run_dir, policy, num_spare, site or Site()).run()
 
 
 class RunInUse(ConfigError):
     """Another job has the run."""
 
 
-def await_former_ranks(
-    job: ThisJob, run_dir: RunDir, site: Site, meanwhile: Callable[[], None]
-) -> None:
-    """Wait until the ranks of a supervisor that was killed in this start of the job have ended.
+class JobSupervisor:
+    """Supervises a run in this start of the job; whatever fails is recorded as its end."""
 
-    Their srun asked them to save and stop when it died (SlurmRanks). Those that need longer than
-    the notice ahead of a time limit would give them are killed.
-    """
-    lost = open_start(run_dir.ledger.read(), job.id)
-    if lost is None or lost.restart != job.restart:
-        return
-    patience = load_cluster(Snapshot(run_dir.path).cluster).signal_seconds
-    slurm, clock = site.slurm, site.clock
-    deadline = clock.now() + patience
-    while steps := slurm.answered(slurm.steps, job.number):
-        meanwhile()
-        if clock.now() > deadline:
-            _log.warning("ranks of a killed supervisor still run after %d s: killing", patience)
-            for step in steps:
-                slurm.cancel(step)
-            return  # the step of the next attempt waits for what they hold
-        clock.sleep(_POLL_SECONDS)
+    def __init__(self, path: Path, policy: RestartPolicy, num_spare: int, site: Site) -> None:
+        self._path, self._policy, self._num_spare, self._site = path, policy, num_spare, site
+        self._job, self._stop = ThisJob.from_environment(), StopSignals()
+        most = policy.attempts_without_progress
+        self._exit = JobExit(self._job, path, self._stop, most, site.slurm, site.clock)
+        self._step: Step | None = None  # of the last attempt, as its ranks
+        self._ranks: SlurmRanks | None = None
+
+    def run(self) -> int:
+        """Train as long as this start of the job lasts; return the exit status."""
+        with self._stop:
+            try:
+                return self._train()
+            except (StaleAttempt, ForeignRun, RunInUse):
+                raise  # the ledger belongs to another one
+            except ConfigError as error:  # another attempt would fail the same way
+                self._exit.give_up(str(error))
+                raise
+            except Exception as error:
+                if not isinstance(error, UserError):
+                    _log.exception("the supervisor failed")
+                return self._exit.fail(error)
+
+    def _train(self) -> int:
+        refuse_foreign_run(self._path)  # also a cell's, which others than its array may have
+        # Storage may be away when the job starts, and with it the setting that says for how long.
+        usual = self._patience(CheckpointConfig().storage_patience_seconds)
+        experiment = Snapshot(self._path).experiment
+        status = EXIT_STOPPED
+        with contextlib.suppress(StopWhileWaiting):
+            config = outlast(usual, lambda: load_config(RunConfig, experiment))
+            patience = self._patience(config.checkpoint.storage_patience_seconds)
+            run_dir = RunDir(self._path, patience)
+            if ended := end_of_start(run_dir.ledger.read(), self._job.id, self._job.restart):
+                return self._exit.complete(ended)
+            if is_complete(run_dir, config):  # the job was requeued after its end
+                _log.info("%s is done: there is nothing to do", run_dir.path)
+                return 0
+            if self._exit.is_allocated():
+                self._await_former_ranks(run_dir)
+                begin(self._job, run_dir, self._site.slurm, self._exit.began)
+                use_up_old_numbers(run_dir.ledger.read(), self._job, self._exit.poll)
+                status = self._make_attempts(run_dir)
+        self._exit.finish(status)
+        return EXIT_USER_ERROR if self._exit.has_given_up else status
+
+    def _patience(self, seconds: float) -> Patience:
+        return self._stop.patience(seconds, self._exit.poll, self._site.clock)
+
+    def _await_former_ranks(self, run_dir: RunDir) -> None:
+        """Wait until the ranks of a supervisor that was killed in this start of the job have ended.
+
+        Their srun asked them to save and stop when it died (SlurmRanks). Those that need longer
+        than the notice ahead of a time limit would give them are killed.
+        """
+        lost = open_start(run_dir.ledger.read(), self._job.id)
+        if lost is None or lost.restart != self._job.restart:
+            return
+        seconds = load_cluster(Snapshot(run_dir.path).cluster).signal_seconds
+        slurm, clock = self._site.slurm, self._site.clock
+        deadline = clock.now() + seconds
+        while steps := slurm.answered(slurm.steps, self._job.number):
+            self._exit.poll()
+            if clock.now() > deadline:
+                _log.warning("ranks of a killed supervisor still run after %d s: killing", seconds)
+                for step in steps:
+                    slurm.cancel(step)
+                return  # the step of the next attempt waits for what they hold
+            clock.sleep(_POLL_SECONDS)
+
+    def _make_attempts(self, run_dir: RunDir) -> int:
+        """Make attempts in this start of the job; return the exit status."""
+        job, site = self._job, self._site
+        count = attempts_without_progress(run_dir.ledger.read(), job.id)
+        # Attempts that were lost together with their supervisors were not decided about.
+        if count >= self._policy.attempts_without_progress:
+            raise ConfigError(
+                f"{count} attempts in a row brought no checkpoint beyond step "
+                f"{latest_step(run_dir.checkpoints)}; remove the cause, then 'launcher resume'"
+            )
+        try:
+            with run_dir.locked(HOLDER, is_fenced=True), FirstNodeGuard(job) as guard:
+                excludable = self._exit.excludable
+                pool = NodePool(
+                    job, self._num_spare, run_dir, excludable, site.slurm, self._probe, site.clock
+                )
+                return Supervisor(
+                    run_dir,
+                    lambda number: self._start(number, run_dir, pool, guard),
+                    self._policy,
+                    self._stop,
+                    count,
+                    meanwhile=self._exit.poll,
+                    job=job.id,
+                    is_allocated=self._exit.is_allocated,
+                    clock=site.clock,
+                ).run()
+        except StartAgain as again:
+            if self._exit.is_allocated():  # else it says nothing of the nodes
+                nodes = again.nodes
+                if self._step and again.rank is not None:
+                    nodes = self._exit.excludable([self._step.node_of(again.rank)])
+                self._exit.leave(again, nodes)
+        except ConfigError:
+            if self._exit.is_allocated():
+                raise
+        return EXIT_STOPPED
+
+    def _start(
+        self, number: int, run_dir: RunDir, pool: NodePool, guard: FirstNodeGuard
+    ) -> SlurmRanks:
+        """Start the ranks of an attempt; StartAgain where this start of the job cannot."""
+        if self._ranks and self._ranks.needs_new_start:
+            raise StartAgain(JobEndReason.NO_STEPS)
+        if not self._num_spare and len(left := self._exit.nodes()) < len(self._job.nodes):
+            lost = ", ".join(node for node in self._job.nodes if node not in left)
+            raise StartAgain(JobEndReason.NOT_STARTED, f"{lost} was taken from the job")
+        step = self._step = pool.next_step(self._poll_before_attempt)
+        if self._num_spare:
+            guard.ensure_running([*pool.nodes.training, *pool.nodes.spare])
+        where = ", ".join(step.nodes)
+        _log.info("attempt %d: %s on %s", number, counted(step.ranks, "rank"), where)
+        self._ranks = self._site.start_ranks(step, run_dir, number, self._exit.claim(number))
+        return self._ranks
+
+    def _probe(self, step: Step, path: Path, meanwhile: Callable[[], None]) -> Probe:
+        answer = self._site.probe(step, path, meanwhile)
+        if answer.problems and not self._exit.is_allocated():
+            raise StopWhileWaiting  # it says nothing of the nodes
+        return answer
+
+    def _poll_before_attempt(self) -> None:
+        self._exit.poll()
+        if self._stop.requests:
+            raise StopWhileWaiting
 
 
 def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm, began: str) -> None:
@@ -237,30 +244,3 @@ def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm, began: str) -> None:
                 f"job {other.id} ({other.state.lower()}) has the run {run_dir.path}; "
                 f"job {job.id} exits: wait for the other one, or end it first: scancel {other.id}"
             )
-
-
-def end_of_start(ledger: Sequence[Event], job: ThisJob) -> JobEnded | None:
-    """Return how this very start of the job ended, if a supervisor wrote that before it was killed.
-    One that the controller forgot was another start, which may have had the same number."""
-    last = last_event([end for end in find_events(ledger, JobEnded) if end.job == job.id], JobEnded)
-    is_own = last and last.restart == job.restart and last.reason is not JobEndReason.FORGOTTEN
-    return last if is_own else None
-
-
-def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:
-    """Return the last start of this job, if nothing was written about its end."""
-    last = last_event([e for e in ledger if getattr(e, "job", "") == job], JobStarted, JobEnded)
-    return last if isinstance(last, JobStarted) else None
-
-
-def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
-    """Return other jobs that started before this one and have no recorded end, latest first."""
-    open_jobs: dict[str, None] = {}
-    for event in ledger:
-        if isinstance(event, JobStarted):
-            if event.job == job:
-                break
-            open_jobs[event.job] = None
-        elif isinstance(event, JobEnded) and not event.requeued:
-            open_jobs.pop(event.job, None)
-    return list(reversed(open_jobs))
