@@ -1,4 +1,4 @@
-"""Tells the lines of a log that speak of an error from all others, whoever wrote them."""
+"""Finds the lines of a log that report an error, whichever program wrote them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ERROR = re.compile(
 
 
 def error_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Whole tracebacks and stacks, lines logged as errors, and lines of others that look like
-    errors. Of a long line, its start."""
+    """Yield whole tracebacks and stacks, lines logged as errors, and others that look like errors;
+    of a long line, its start."""
     in_block = False
     for raw in (line[:_LONGEST] for line in lines):
         level = LINE_START.match(raw)

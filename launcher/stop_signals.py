@@ -46,8 +46,9 @@ class StopSignals:
     def patience(
         self, seconds: float, meanwhile: Callable[[], None] = lambda: None, clock: Clock = CLOCK
     ) -> Patience:
-        """How a supervisor waits for its run directory, with a call about once a second: unlike a
-        rank, which has a checkpoint to save, until a request to stop raises StopWhileWaiting."""
+        """Return how a supervisor waits for its run directory, with a call about once a second:
+        unlike a rank, which has a checkpoint to save, until a request to stop raises
+        StopWhileWaiting."""
 
         def poll() -> None:
             meanwhile()

@@ -41,6 +41,10 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.sweeps.cells import PlacedCell, config_of, other_settings, refuse_others
 from pretrain.sweeps.sweep_file import Sweep
 
+ARRAYS = ".arrays"  # next to the cells' directories; no cell's name starts with a dot
+_POLL_SECONDS = 0.2
+_STOPPED = (EXIT_STOPPED, EXIT_INTERRUPTED)  # after a checkpoint, and before the first one
+
 
 @dataclass(frozen=True, kw_only=True)
 class CellRun(PlacedCell):
@@ -60,8 +64,8 @@ class CellRun(PlacedCell):
 
 
 def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
-    """All cells in the order of the file; of a run with other settings than its cell's the state
-    says just that, without its numbers."""
+    """Return all cells in the order of the file; of a run with other settings than its cell's the
+    state says just that, without its numbers."""
     paths = [runs / cell.name for cell in sweep.cells]
     started = [path for path in paths if is_run(path)]
     known = {Path(state.path): state for state in read_states(started)}
@@ -88,11 +92,8 @@ def refuse_other_cells(cells: Sequence[CellRun]) -> None:
 
 
 def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
-    """The cells with the most training FLOPs left first; in the order of the file if that is equal
-    or unknown.
-
-    With several cells at a time, a long one that starts last would run alone in the end.
-    """
+    """Return the cells with the most training FLOPs left first, else in the order of the file: with
+    several at a time, a long one that starts last would run alone in the end."""
 
     def flops_left(cell: CellRun) -> float:
         try:
@@ -105,14 +106,14 @@ def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
 
 
 def can_start(cells: Sequence[CellRun], unfinished: Collection[str] = ()) -> list[CellRun]:
-    """The cells that start from no other one that still waits or is among the unfinished."""
+    """Return the cells that start from no other one that still waits or is unfinished."""
     names = {*unfinished, *(cell.cell.name for cell in cells)}
     return [cell for cell in cells if cell.cell.starts_from not in names]
 
 
 def can_begin(cell: CellRun, runs: Path) -> bool:
-    """Make the run of a cell that starts from another's; False, with the reason printed, where
-    that run does not allow it."""
+    """Make the run of a cell that starts from another's; return False, with the reason printed,
+    where that run does not allow it."""
     source, step = cell.cell.starts_from, cell.cell.starts_at
     try:
         if source:
@@ -124,7 +125,7 @@ def can_begin(cell: CellRun, runs: Path) -> bool:
 
 
 def describe(cells: Sequence[CellRun]) -> str:
-    """How many cells are done, how many are active, and how the others ended."""
+    """Return how many cells are done, how many are active, and how the others ended."""
     done, waiting = sum(cell.is_done for cell in cells), [cell for cell in cells if cell.is_waiting]
     ended = [str(c.state.state) for c in waiting if c.state.state not in (State.NEW, State.DONE)]
     counts = {"active": len(cells) - done - len(waiting), **Counter(ended)}
@@ -133,13 +134,9 @@ def describe(cells: Sequence[CellRun]) -> str:
 
 
 def settings_of(cells: Sequence[CellRun]) -> list[dict[str, Any]]:
-    """Each cell's values of the settings in which cells differ; defaults are values, too."""
-    found = differing_settings([cell.config for cell in cells])
-    return [{key: found[key][index] for key in found} for index in range(len(cells))]
-
-
-_POLL_SECONDS = 0.2
-_STOPPED = (EXIT_STOPPED, EXIT_INTERRUPTED)  # after a checkpoint, and before the first one
+    """Return each cell's values of the settings in which cells differ; defaults are values, too."""
+    values = differing_settings([cell.config for cell in cells])
+    return [{key: values[key][index] for key in values} for index in range(len(cells))]
 
 
 def run_cells(
@@ -150,7 +147,7 @@ def run_cells(
     ranks: int,
     stop: StopSignals,
 ) -> list[str]:
-    """Run the cells, which save on a request to stop; the names of those that failed."""
+    """Run the cells, which save on a request to stop; return the names of the failed ones."""
     waiting, failed = list(cells), []
     unfinished: set[str] = set()  # that have ended here without being done
     running: dict[str, RankGroup] = {}
@@ -181,7 +178,10 @@ def run_cells(
                         print(describe_failure([status], group.logs, lines=5), flush=True)
             if stop.requests > passed_on:
                 for group in running.values():
-                    group.terminate() if passed_on == 0 else group.kill()
+                    if passed_on == 0:
+                        group.terminate()
+                    else:
+                        group.kill()
                 passed_on = stop.requests
             time.sleep(_POLL_SECONDS)
     finally:
@@ -199,23 +199,20 @@ def _started(cell: CellRun, sweep_path: Path, runs: Path, ranks: int, at_a_time:
     return RankGroup(command, 1, runs / "logs" / cell.cell.name, environment=shared)
 
 
-ARRAYS = ".arrays"  # next to the cells' directories; no cell's name starts with a dot
-
-
-def classes(
+def cells_by_nodes(
     cells: Sequence[CellRun], cluster: ClusterConfig, nodes: NodeRange, *, is_dry_run: bool = False
 ) -> tuple[dict[int, list[CellRun]], int]:
-    """Number of nodes -> the cells that need as many: each gets the fewest within `nodes` that can
-    run it. And how many cells cannot run, whose names and reasons are printed."""
-    cells_of: dict[int, list[CellRun]] = {}
+    """Return number of nodes -> cells: each gets the fewest within `nodes` that can run it; and how
+    many cells cannot run, whose names and reasons are printed."""
+    groups: dict[int, list[CellRun]] = {}
     num_refused = 0
     for cell in cells:
         try:
-            cells_of.setdefault(_fewest_nodes(cell, cluster, nodes, is_dry_run), []).append(cell)
+            groups.setdefault(_fewest_nodes(cell, cluster, nodes, is_dry_run), []).append(cell)
         except UserError as error:
             print(f"error: cell {cell.cell.name}: {error}", file=sys.stderr)
             num_refused += 1
-    return dict(sorted(cells_of.items())), num_refused
+    return dict(sorted(groups.items())), num_refused
 
 
 def array_of(
@@ -227,7 +224,7 @@ def array_of(
     at_a_time: int | None,
     after: str | None = None,
 ) -> tuple[Job, str]:
-    """The job of cells that need equally many nodes, and its script; task i is the cell i.
+    """Return the job of cells that need equally many nodes, and its script; task i is the cell i.
 
     It starts when the job `after` has ended. Its directory is derived from the cells' former jobs:
     so a job whose number was lost is found, while cells that are submitted again get a new one.
@@ -248,7 +245,7 @@ def array_of(
 
 
 def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
-    """Save what the cells run, submit them once, record it in their ledgers; the array's id."""
+    """Save what the cells run, submit them once, record it in their ledgers; return the id."""
     slurm = Slurm()
     check_request(job.cluster, job.nodes, slurm.partitions())
     for shared in (job.run_dir.parent.parent, job.run_dir.parent):  # the cells', and that of arrays

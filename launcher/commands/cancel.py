@@ -23,12 +23,12 @@ _WAIT_SECONDS = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher cancel`."""
+    """Define the command line of `launcher cancel`."""
     parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when nothing of the run is running any more."""
+    """Return 0 when nothing of the run is running any more."""
     (state,) = read_states([arguments.run])
     run_dir = RunDir(arguments.run)
     refuse_links(run_dir.path)

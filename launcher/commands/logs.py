@@ -27,12 +27,12 @@ from pretrain.rundir.run_paths import run_path
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
 _LONGEST_LINE = 1 << 16  # bytes of a line that are shown, or at once while it is written
-_MOST_BYTES = 1 << 24  # in which --lines are searched
+_MOST_BYTES = 1 << 24  # of a log's end, that are searched for --lines
 _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher logs`."""
+    """Define the command line of `launcher logs`."""
     parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
     parser.add_argument("--rank", type=int, help="which rank (default 0; with --errors all)")
     parser.add_argument(
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print logs of one attempt; 0."""
+    """Print logs of one attempt; return 0."""
     check_least(arguments, 0, "lines", "rank", "attempt")
     for other in ("errors", "attempt"):
         if arguments.follow and getattr(arguments, other) not in (False, None):
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not _print_errors(arguments, run_dir, attempt):
             nothing = f"no errors in attempt {attempt.number}" if attempt else "no logs yet"
             has_failed = state.state is State.FAILED
-            last = _last_words(run_dir.logs, attempt) if has_failed else []
+            last = _last_lines_of_all(run_dir.logs, attempt) if has_failed else []
             print("\n".join(last) or nothing)
         return 0
     rank = arguments.rank or 0
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(logs: Path, number: int | None = None) -> AttemptFiles | None:
-    """This attempt, or the latest; None if there are none yet."""
+    """Return this attempt, or the latest; None before the first."""
     attempts = {attempt.number: attempt for attempt in list_attempts(logs)}
     if number is None:
         return attempts[max(attempts)] if attempts else None
@@ -97,7 +97,7 @@ def _chosen(logs: Path, number: int | None = None) -> AttemptFiles | None:
 
 
 def _log_of(attempt: AttemptFiles, rank: int) -> Path:
-    """One rank's log; ConfigError if there is no such rank."""
+    """Return one rank's log; ConfigError if there is no such rank."""
     logs = attempt.logged_ranks()
     if not logs:
         raise ConfigError(
@@ -110,14 +110,14 @@ def _log_of(attempt: AttemptFiles, rank: int) -> Path:
 
 
 def _job_log(logs: Path) -> Path | None:
-    """The log of the latest Slurm job: decisions of its supervisor, and what Slurm wrote."""
+    """Return the log of the latest Slurm job: decisions of its supervisor, and what Slurm wrote."""
     return max(logs.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _print_errors(
     arguments: argparse.Namespace, run_dir: RunDir, attempt: AttemptFiles | None
 ) -> bool:
-    """Print the errors of an attempt, the rank that failed first at the top; whether any."""
+    """Print an attempt's errors, the rank that failed first at the top; return whether any."""
     found_any = False
     for name, errors in _sources(run_dir, attempt, arguments):
         for line in errors:
@@ -137,8 +137,8 @@ def _print_errors(
 def _sources(
     run_dir: RunDir, attempt: AttemptFiles | None, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """Names and last errors of all logs: of the rank that failed first, srun, the job, and others,
-    which are read together once what came before them has been shown."""
+    """Yield names and last errors of all logs: of the rank that failed first, srun, the job, and
+    others, which are read together once what came before them has been shown."""
 
     def errors_of(log: Path) -> Sequence[str]:
         return deque(error_lines(_last_lines(log, 0)), maxlen=arguments.lines or None)
@@ -160,8 +160,8 @@ def _sources(
     yield from ((f"rank {rank}", errors) for rank, errors in zip(logs, others, strict=True))
 
 
-def _last_words(logs: Path, attempt: AttemptFiles | None) -> list[str]:
-    """The last lines of a failed run's logs, which say something nobody would expect."""
+def _last_lines_of_all(logs: Path, attempt: AttemptFiles | None) -> list[str]:
+    """Return the last lines of a failed run's logs, whose errors have an unknown form."""
     return [
         printable(f"[{name}] {line.rstrip()}")
         for name, path in (("srun", attempt and attempt.srun_log), ("job", _job_log(logs)))
@@ -199,7 +199,7 @@ def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
 
 
 def _print_from(path: Path, offset: int) -> int:
-    """Print the lines of a log from there on; how far that was."""
+    """Print the lines of a log from there on; return where it ends."""
     with open_appended(path) as file:
         file.seek(offset)
         while line := file.readline(_LONGEST_LINE):
@@ -208,7 +208,7 @@ def _print_from(path: Path, offset: int) -> int:
 
 
 def _last_lines(path: Path, count: int) -> Iterable[str]:
-    """The last lines, or all of them one after the other; of a long one, its start."""
+    """Return the last lines, or all of them one after the other; of a long one, its start."""
     lines = lines_of(path, _LONGEST_LINE, _start_of_last_lines(path, count))
     parts = (part for line in lines for part in _text(line).splitlines(keepends=True))
     return deque(parts, maxlen=count) if count else parts
@@ -219,7 +219,7 @@ def _text(line: bytes) -> str:
 
 
 def _start_of_last_lines(path: Path, count: int) -> int:
-    """Where they begin, at most `_MOST_BYTES` before the end of a log, which may have any size."""
+    """Return where they begin, at most `_MOST_BYTES` before the end of a log of any size."""
     with open_appended(path) as file:
         size, most = os.fstat(file.fileno()).st_size, TAIL_BYTES
         while count:

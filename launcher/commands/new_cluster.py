@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_overwrite(arguments.cluster)
     partition = _partition_of(arguments.partition)
     write_new(arguments.cluster, as_file(partition, arguments.cluster))
-    found = f"partition {partition.name}" if partition else f"{HERE}, as there is no Slurm here"
+    source = f"partition {partition.name}" if partition else f"{HERE}, as there is no Slurm here"
     print(
-        f"{arguments.cluster}: nodes as in {found}; next: launcher submit EXPERIMENT "
+        f"{arguments.cluster}: nodes as in {source}; next: launcher submit EXPERIMENT "
         f"--cluster {arguments.cluster} --dry-run"
     )
     return 0
@@ -56,16 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _partition_of(name: str | None) -> Partition | None:
     """Return the named partition, or the default one; None without Slurm."""
     try:
-        found = Slurm().partitions()
+        partitions = Slurm().partitions()
     except UserError:
         if name:
             raise
         return None
-    chosen = [each for each in found if (each.name == name if name else each.is_default)]
+    chosen = [one for one in partitions if (one.name == name if name else one.is_default)]
     if name and not chosen:
-        names = ", ".join(each.name for each in found)
+        names = ", ".join(partition.name for partition in partitions)
         raise ConfigError(f"--partition={name} is unknown here; this cluster has {names}")
-    return (chosen or found or [None])[0]
+    return (chosen or partitions or [None])[0]
 
 
 def as_file(partition: Partition | None, file: Path) -> str:

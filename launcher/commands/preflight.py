@@ -53,7 +53,7 @@ _NOT_OF_SRUN = ("requeue", "no-requeue", "export-file")  # options that only sba
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher preflight`."""
+    """Define the command line of `launcher preflight`."""
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument(
         "--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)"
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if all nodes are ok, 1 if one is slow or broken."""
+    """Return 0 if all nodes are ok, 1 if one is slow or broken."""
     check_least(arguments, 1, "ranks")
     fixed_nodes(arguments.nodes)  # ConfigError before anything is made
     arguments.directory.mkdir(parents=True, exist_ok=True)
@@ -120,13 +120,13 @@ def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]
 
 
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
-    """The srun command: a rank per device; if a node fails, the others keep running.
+    """Return the srun command: a rank per device; if a node fails, the others keep running.
 
-    `setup` is of the host, as in a job, so it is left out where pyxis runs the whole script.
+    `setup` is for the host, as in a job, so not where pyxis runs the whole script.
     """
     options = {
         "job-name": name,
-        "chdir": out,  # by which the job is found
+        "chdir": out,  # it identifies the job
         "partition": cluster.partition,
         "nodes": nodes,
         "ntasks": nodes * cluster.tasks_per_node,
@@ -136,7 +136,7 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
         "time": _MINUTES,
     }
     wanted = {key: value for key, value in options.items() if value}
-    wanted |= {key: each for key, each in cluster.options.items() if key not in _NOT_OF_SRUN}
+    wanted |= {key: text for key, text in cluster.options.items() if key not in _NOT_OF_SRUN}
     code = Snapshot(out).code
     check = own_arguments(_CHECK, str(out))
     if cluster.container_image:
@@ -164,7 +164,7 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
 
 @contextmanager
 def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """srun while it runs. Afterwards its ranks are asked to exit, and killed if they do not."""
+    """Yield srun while it runs; then ask its ranks to exit, and kill them if they do not."""
     srun = start(command)
     try:
         yield srun
@@ -182,21 +182,21 @@ def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]
 def _led(
     out: Path, num_ranks: int, is_running: Callable[[], bool], num_nodes: int = 0
 ) -> list[NodeReport]:
-    """Lead the ranks here, or those of so many nodes of a job."""
-    found = gather(out, num_ranks, is_running)
-    pairs = pair_up(out, found, is_running)
+    """Lead the ranks here, or on the nodes of a job."""
+    measured = gather_ranks(out, num_ranks, is_running)
+    pairs = pair_up(out, measured, is_running)
     jobs = Slurm().live_jobs(str(out)) if num_nodes else []
     nodes = {node for job in jobs for node in node_names(job.nodes)}
     (out / END).touch()
-    missing = sorted(nodes - {one.node for one in found})
-    return rate_nodes(found, pairs, missing, num_ranks // max(1, num_nodes))
+    missing = sorted(nodes - {one.node for one in measured})
+    return rate_nodes(measured, pairs, missing, num_ranks // max(1, num_nodes))
 
 
 def _print(reports: Sequence[NodeReport], arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json_text({"nodes": [asdict(report) for report in reports]}))
         return
-    from launcher.commands.status import console, plain_table
+    from launcher.status_tables import console, plain_table
 
     console().print(plain_table([_row(report) for report in reports]))
     measured = [report for report in reports if not report.node.startswith("all ")]
@@ -224,24 +224,26 @@ def _row(report: NodeReport) -> dict[str, str]:
     }
 
 
-def gather(out: Path, num_ranks: int, is_running: Callable[[], bool]) -> list[RankMeasurement]:
-    """What each rank measured alone, of all that responded in time; UserError if none did."""
+def gather_ranks(
+    out: Path, num_ranks: int, is_running: Callable[[], bool]
+) -> list[RankMeasurement]:
+    """Return what the ranks that responded in time measured alone; UserError if none did."""
     files = {rank: out / rank_file(rank) for rank in range(num_ranks)}
-    found = _collected(files, RankMeasurement, is_running, seconds_after_first=_ARRIVAL_SECONDS)
-    if not found:
+    ranks = _collected(files, RankMeasurement, is_running, seconds_after_first=_ARRIVAL_SECONDS)
+    if not ranks:
         raise UserError("the ranks exited before any of them had measured anything")
-    return [found[rank] for rank in sorted(found)]
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def pair_up(
-    out: Path, found: Sequence[RankMeasurement], is_running: Callable[[], bool]
+    out: Path, measured: Sequence[RankMeasurement], is_running: Callable[[], bool]
 ) -> list[PairResult]:
-    """Measure every pair of nodes once, then all nodes together, as a run does; without those that
-    did not respond in a round, or have a rank that cannot train."""
+    """Measure every pair of nodes once, then all nodes together, as a run does; not nodes that did
+    not respond in a round, or have a rank that cannot train."""
     ranks: dict[str, list[int]] = {}
-    for one in found:
+    for one in measured:
         ranks.setdefault(one.node, []).append(one.rank)
-    for node in {one.node for one in found if one.problem}:
+    for node in {one.node for one in measured if one.problem}:
         del ranks[node]
     results, unresponsive = [], set()
     rounds = [*rounds_of(list(ranks)), *([[tuple(ranks)]] if len(ranks) > 2 else [])]
@@ -279,20 +281,20 @@ def _collected(
     seconds: float = math.inf,
     seconds_after_first: float = math.inf,
 ) -> dict[int, T]:
-    """What the ranks have written into their files within so many seconds, or after the first."""
-    found: dict[int, T] = {}
+    """Return what the ranks have written into their files in time."""
+    answers: dict[int, T] = {}
     deadline = time.monotonic() + seconds
-    while len(found) < len(files) and time.monotonic() < deadline:
+    while len(answers) < len(files) and time.monotonic() < deadline:
         is_last = not is_running()
-        for rank in files.keys() - found.keys():
+        for rank in files.keys() - answers.keys():
             with contextlib.suppress(OSError, ValueError):
                 tree = read_json(files[rank])
-                found[rank] = kind(**tree)
+                answers[rank] = kind(**tree)
                 deadline = min(deadline, time.monotonic() + seconds_after_first)
         if is_last:
             break
         time.sleep(_POLL_SECONDS)
-    return found
+    return answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +328,7 @@ class NodeReport:
 
 
 def rounds_of(nodes: Sequence[str]) -> list[list[tuple[str, ...]]]:
-    """Every pair once, in rounds in which no node is in two pairs; a single node alone."""
+    """Return every pair once, in rounds where no node is in two pairs; a single node alone."""
     if len(nodes) < 2:
         return [[tuple(nodes)]] if nodes else []
     circle: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
@@ -341,14 +343,15 @@ def rounds_of(nodes: Sequence[str]) -> list[list[tuple[str, ...]]]:
 
 
 def rate_nodes(
-    found: Sequence[RankMeasurement],
+    measured: Sequence[RankMeasurement],
     pairs: Sequence[PairResult],
     missing: Sequence[str],
     ranks_of_node: int = 1,
 ) -> list[NodeReport]:
-    """A report for every node by name, also without a response; and of all, if only that failed."""
+    """Return a report for every node by name, also without a response; and one for all together if
+    only that failed."""
     by_node: dict[str, list[RankMeasurement]] = {}
-    for one in found:
+    for one in measured:
         by_node.setdefault(one.node, []).append(one)
     unfit = {node: _unfit(ranks, ranks_of_node) for node, ranks in by_node.items()}
     fit = {node: ranks for node, ranks in by_node.items() if not unfit[node]}
@@ -359,7 +362,7 @@ def rate_nodes(
     reports += [_broken(node, "did not respond") for node in missing]
     reports.sort(key=lambda report: report.node)
     together = [pair for pair in pairs if pair.is_of_all and pair.problem]
-    return reports + [_broken(f"all {len(each.nodes)}", each.problem) for each in together]
+    return reports + [_broken(f"all {len(pair.nodes)}", pair.problem) for pair in together]
 
 
 def _broken(node: str, problem: str, **more: Any) -> NodeReport:
@@ -367,7 +370,7 @@ def _broken(node: str, problem: str, **more: Any) -> NodeReport:
 
 
 def _unfit(ranks: Sequence[RankMeasurement], ranks_of_node: int) -> str:
-    """Why a node cannot train, whatever its connections; empty if it can."""
+    """Return why a node cannot train, whatever its connections; '' if it can."""
     few = f"{len(ranks)} of {ranks_of_node} ranks responded" if len(ranks) < ranks_of_node else ""
     return next((one.problem for one in ranks if one.problem), few)
 

@@ -17,7 +17,7 @@ from launcher.sweep import (
     array_of,
     can_begin,
     can_start,
-    classes,
+    cells_by_nodes,
     describe,
     longest_first,
     read_cells,
@@ -59,13 +59,13 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher sweep status`."""
+    """Define the command line of `launcher sweep status`."""
     _add_sweep(parser)
     add_json(parser)
 
 
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `launcher sweep submit`."""
+    """Define the command line of `launcher sweep submit`."""
     _add_sweep(parser)
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="on this machine")
@@ -84,7 +84,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_status(arguments: argparse.Namespace) -> Answer:
     """Return state, results and settings of each cell."""
-    from launcher.commands.status import console, sweep_status
+    from launcher.status_tables import console, sweep_status
 
     cells, terminal = _read(arguments)[2], console()
     with terminal.capture() as table:
@@ -97,7 +97,7 @@ def run_status(arguments: argparse.Namespace) -> Answer:
 
 
 def run_submit(arguments: argparse.Namespace) -> int:
-    """0 if every cell is done or in the queue, 2 if one failed, 75 if stopped on request."""
+    """Return 0 if every cell is done or in the queue, 2 if one failed, 75 if stopped on request."""
     check_least(arguments, 1, "jobs", "ranks")
     if not arguments.local and not arguments.cluster:
         raise ConfigError("neither --local nor --cluster is given; choose where the cells run")
@@ -110,14 +110,14 @@ def run_submit(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Sweep, Path, list[CellRun]]:
-    """The sweep, the parent of its run directories, and its cells."""
+    """Return the sweep, the parent of its run directories, and its cells."""
     sweep = read_sweep(arguments.sweep)
     runs = cells_directory(sweep, arguments.runs_dir)
     return sweep, runs, read_cells(sweep, arguments.sweep, runs)
 
 
 def cells_flags(sweep: Sweep, arguments: argparse.Namespace) -> str:
-    """What names these cells on the command line of another command."""
+    """Return what names these cells on the command line of another command."""
     runs = cells_directory(sweep, arguments.runs_dir)
     is_default = runs == cells_directory(sweep)
     return f"{arguments.sweep}{'' if is_default else f' --runs-dir {runs}'}"
@@ -141,13 +141,16 @@ def _submit(
     if not arguments.dry_run and any(cell.cell.starts_from for cell in waiting):
         with RunDir(runs).locked("sweep"):
             begun = [cell for cell in waiting if can_begin(cell, runs)]
-        status, waiting = EXIT_USER_ERROR * (len(begun) < len(waiting)), begun
-    found, num_refused = classes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
-    status = EXIT_USER_ERROR if num_refused else status
+        if len(begun) < len(waiting):
+            status = EXIT_USER_ERROR
+        waiting = begun
+    groups, num_refused = cells_by_nodes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
+    if num_refused:
+        status = EXIT_USER_ERROR
     # Each array has its own limit, so they keep it together only one after the other.
     live = {str(cell.state.job).partition("_")[0] for cell in cells if cell.state.is_active}
     after = ":".join(sorted(live - {"None"})) if arguments.jobs else None
-    for count, group in found.items():
+    for count, group in groups.items():
         job, script = array_of(group, count, cluster, sweep.name, runs, arguments.jobs, after)
         if arguments.dry_run:
             print(script, end="")
@@ -175,7 +178,7 @@ def _run_here(
     order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
     if arguments.dry_run:
         if order:
-            from launcher.commands.status import console, settings_table
+            from launcher.status_tables import console, settings_table
 
             console().print(settings_table(order))
         print(f"would start {counted(len(order), 'cell')}, {arguments.jobs or 1} at a time")

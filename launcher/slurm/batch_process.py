@@ -1,8 +1,7 @@
 """The process of a batch script: runs the supervisor, and again whenever a signal has killed it.
 
-The out-of-memory killer, or an administrator, may end the supervisor, and nobody else requeues the
-job or records what happened. So this process stays around it: small, idle, and without heavy
-imports.
+The out-of-memory killer, or an administrator, may end the supervisor, and no other process requeues
+the job or records what happened. So this one stays: small, idle, and without heavy imports.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class BatchProcess:
             signal.signal(number, self._pass_on)
 
     def run(self) -> int:
-        """The exit status of the command; 128 + N if signal N killed it last, or too often."""
+        """Return the command's exit status; 128 + N if signal N killed it last, or too often."""
         num_short = 0
         while True:
             began = time.monotonic()

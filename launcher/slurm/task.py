@@ -28,10 +28,8 @@ STOPPING_SECONDS = 10.0  # the same after a request to stop: then nothing depend
 
 
 def main() -> int:
-    """`python CODE launcher.slurm.task LOG COMMAND...`.
-
-    LOG contains `{rank}`; the status file is next to it. `starts` alone is a probe of the node.
-    """
+    """Run a rank: `python CODE launcher.slurm.task LOG COMMAND...`, with `{rank}` in LOG and the
+    status file next to it; or with `starts` alone answer a probe of the node."""
     log, *command = sys.argv[1:]
     if log == "starts":  # a probe, which has come as far as a rank would
         print(f"xl|{os.environ['SLURMD_NODENAME']}|{log}|lx")
@@ -75,7 +73,7 @@ def main() -> int:
 
 
 def write_status(log: Path, status: int) -> None:
-    """Write a rank's exit status next to its log, also if somebody has tidied the logs."""
+    """Write a rank's exit status next to its log, also if the logs were removed."""
     for folder in (log.parent.parent, log.parent):  # but not a run that is not there
         with contextlib.suppress(FileExistsError):
             folder.mkdir()

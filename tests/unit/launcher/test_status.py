@@ -15,10 +15,10 @@ from rich.console import Console
 from foundation.errors import UserError
 from launcher import run_state
 from launcher.cli import main
-from launcher.commands.status import console, one_run, runs_table
 from launcher.run_state import RunState, joined, read_states, with_queue
 from launcher.run_status import State
 from launcher.slurm.client import JobRecord, QueuedJob, Slurm
+from launcher.status_tables import console, one_run, runs_table
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults
 from pretrain.rundir import heartbeat

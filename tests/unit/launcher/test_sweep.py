@@ -17,9 +17,9 @@ import pytest
 from rich.console import Console
 
 from launcher.cli import main
-from launcher.commands.status import sweep_status
 from launcher.slurm.sbatch import Snapshot
-from launcher.sweep import CellRun, array_of, classes, describe, longest_first, read_cells
+from launcher.status_tables import sweep_status
+from launcher.sweep import CellRun, array_of, cells_by_nodes, describe, longest_first, read_cells
 from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main as pretrain
 from pretrain.config.cluster import ClusterConfig, NodeRange
@@ -73,7 +73,7 @@ def make_done(cell: CellRun) -> None:
 
 
 def test_each_cell_gets_the_fewest_nodes_and_cells_with_equally_many_share_an_array(sweep):
-    found, _ = classes(cells_of(sweep), replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
+    found, _ = cells_by_nodes(cells_of(sweep), replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
     names = {count: [cell.cell.name for cell in group] for count, group in found.items()}
     assert names == {2: ["plain", "other"], 3: ["odd"]}
 
@@ -84,7 +84,7 @@ def test_a_cell_gets_the_nodes_it_was_planned_for_within_those_allowed(sweep, pl
     cells[0] = replace(cells[0], cell=replace(cells[0].cell, facts={"nodes": planned}))
     config = replace(cells[0].config, data=replace(cells[0].config.data, lanes=12))
     cells[0] = replace(cells[0], config=config)
-    found, _ = classes(cells, replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
+    found, _ = cells_by_nodes(cells, replace(CLUSTER, ranks_per_node=1), NodeRange(2, 4))
     assert list(found) == [given]
 
 
@@ -101,7 +101,7 @@ def test_a_cell_that_no_number_of_nodes_holds_is_named(sweep, capsys):
 def test_a_cell_without_its_corpus_keeps_no_other_one_from_running(sweep, capsys):
     cells = cells_of(sweep)[::2]
     lost = replace(cells[0].config, model=replace(cells[0].config.model, vocab_size=0))
-    found, num_refused = classes(
+    found, num_refused = cells_by_nodes(
         [replace(cells[0], config=lost), cells[1]], CLUSTER, NodeRange(1, 1)
     )
     assert ([len(group) for group in found.values()], num_refused) == ([1], 1)
