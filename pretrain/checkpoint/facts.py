@@ -83,6 +83,7 @@ class Past:
     history: History = field(default_factory=History)
     asked: int | None = None
     stores: tuple[str, ...] = ()  # URLs of the run's mirrors
+    uploaded: tuple[int, ...] = ()  # all steps that the ledger says were, also undone ones
 
 
 def add_from_step(parser: argparse.ArgumentParser) -> None:

@@ -62,14 +62,17 @@ class Publication:
         self._index: MirrorIndex | None = None
         self._is_deletion_logged = False
 
-    def read(self) -> MirrorIndex:
-        """Return mirror.json as it is now; CheckpointError if another run has written it."""
+    def read(self) -> MirrorIndex | None:
+        """Return mirror.json as it is now, None if there is none.
+
+        Raises CheckpointError if another run has written it.
+        """
         try:
             found = self._store.index()
         except NotFetchedError as error:
             if not error.is_absent:
                 raise
-            return MirrorIndex(self._disk.run_id)
+            return None
         if found.run != self._disk.run_id:
             raise CheckpointError(
                 f"{self._store.url} holds run {found.run}, expected run {self._disk.run_id}; "
@@ -81,6 +84,8 @@ class Publication:
         """Make the checkpoint count, once all ranks have uploaded their files."""
         found = self.read()
         if (stored := self._index) is None:
+            # A lost mirror.json takes no checkpoint with it that is whole in the store.
+            found = found or self._store.rebuilt_index(self._disk.run_id)
             if self._history is not None:
                 self._refuse_newer(found, self._history)
             stored = found.until(self._resumed_step)

@@ -204,6 +204,37 @@ class ObjectStore:
             f"{self.url}/{MIRROR_INDEX}", read_regular(path, LARGEST_ROOT_BYTES)
         )
 
+    def rebuilt_index(self, run: str) -> MirrorIndex:
+        """Return the index of the folders that are whole, for a mirror.json that was lost.
+
+        Empty for a store from which nothing is ever deleted. DataError if it does not answer.
+        """
+        checkpoints: dict[int, StoredCheckpoint] = {}
+        names = sorted(self.writable.names()) if self.writable.can_delete else []
+        for match in filter(None, map(_IN_A_STEP.fullmatch, names)):
+            folder, step = match[1], int(match[2])
+            if match[0] == f"{folder}/{files.MARKER}" and (stored := self._stored(folder, step)):
+                checkpoints[step] = stored
+        return MirrorIndex(run, tuple(checkpoints[step] for step in sorted(checkpoints)))
+
+    def _stored(self, folder: str, step: int) -> StoredCheckpoint | None:
+        """Return what a folder says of itself; None if a file is missing or not its own."""
+        limits = {files.INDEX: LARGEST_INDEX_BYTES, **RUN_FILES}
+        try:
+            contents = {name: self._content(folder, name, most) for name, most in limits.items()}
+        except NotFetchedError as error:
+            if not error.is_absent:
+                raise
+            return None
+        stored = StoredCheckpoint(step, contents.pop(files.INDEX), contents)
+        return stored if stored.folder == folder else None
+
+    def _content(self, folder: str, name: str, most: int) -> Content:
+        """Fetch a file of unknown content, and return what it holds."""
+        path, store = self.scratch / name, store_at(f"{self.url}/{folder}", self._policy)
+        fetch_file(store, name, path, self.scratch, partial(size_problem, most=most), most)
+        return content_of(path)
+
     def get(self, index: MirrorIndex, step: int, with_run: bool = True) -> Checkpoint:
         """Fetch a checkpoint, and the run's files with it, into `scratch`.
 

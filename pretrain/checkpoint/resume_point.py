@@ -34,7 +34,14 @@ from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusa
 from pretrain.checkpoint.index import Checkpoint, read_index
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.object_store import SCRATCH, MirrorIndex, ObjectStore
-from pretrain.checkpoint.verify import UNDONE, check_share, note_refusal, rejection, step_name
+from pretrain.checkpoint.verify import (
+    UNDONE,
+    check_share,
+    is_undone,
+    note_refusal,
+    rejection,
+    step_name,
+)
 from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks, read_on_main
 from pretrain.distributed.world import World
 from pretrain.terminal.text import counted
@@ -212,6 +219,8 @@ class _Look:
             if not attempt or not history.standing or attempt in history.standing:
                 problem = ""
         except CheckpointError as error:
+            if step in self.past.uploaded:
+                return False  # the ledger knows it, as undone: it is later than all that stands
             problem = str(error)
         self.facts.append(Fact(step, Destination.STORE, store.url))
         if not problem:
@@ -245,6 +254,10 @@ class _Look:
             size, ranks = f"{found.num_bytes / 2**20:,.1f}", counted(self.world.world_size, "rank")
             logger.info(what, directory, time.monotonic() - start, size, ranks)
         return found
+
+    def _stands(self, directory: Path) -> bool:
+        checkpoint = read_index(directory, self.run_id)
+        return self.past.history.stands(checkpoint.step, checkpoint.attempt)
 
     def _bring(self, candidate: Candidate) -> None:
         """Bring a checkpoint of a store into the run directory; meanwhile all ranks show life."""
@@ -302,10 +315,12 @@ class _Look:
         step = found.step if found is not None else 0
         if self.world.is_main and self.before is None:
             with contextlib.suppress(CheckpointError):
-                for later in files.steps_on_disk(self.root):
-                    directory = files.step_directory(self.root, later)
-                    if later > step and not (directory / files.REFUSED).exists():
+                for other in files.steps_on_disk(self.root):
+                    directory = files.step_directory(self.root, other)
+                    if other > step and not (directory / files.REFUSED).exists():
                         note_refusal(directory, f"{UNDONE} to step {step}")
+                    elif other < step and is_undone(directory) and self._stands(directory):
+                        note_refusal(directory, "")  # noted by a start that never began
         if self.world.is_main:
             shutil.rmtree(self.root.with_name(SCRATCH), ignore_errors=True)
         if self.local is not None and self.before is None:

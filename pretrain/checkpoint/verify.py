@@ -45,11 +45,27 @@ def rank_share(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
 def verify(directory: Path, run_id: str = "") -> Checkpoint:
     """Read and check a checkpoint of the run; CheckpointError names the first file that is wrong.
 
-    Whatever keeps a file from being read is an error of that kind, too.
+    Whatever keeps a file from being read is an error of that kind, too. A step that a run made
+    again meanwhile is read again.
     """
-    found = read_index(directory, run_id)
-    check_share(found)
-    return found
+    while True:
+        before = _identity(directory)
+        try:
+            checkpoint = read_index(directory, run_id)
+            check_share(checkpoint)
+        except CheckpointError:
+            if _identity(directory) in (before, None):
+                raise
+        else:
+            return checkpoint
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Return what another directory of the same name does not share; None if there is none."""
+    with contextlib.suppress(OSError):
+        status = directory.stat()
+        return status.st_ino, status.st_ctime_ns
+    return None
 
 
 def verify_and_keep(directory: Path, run_id: str = "") -> Checkpoint:
@@ -116,7 +132,7 @@ def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Ch
     checkpoints and none is valid: to start from scratch would throw the run away.
     """
     while True:
-        steps = [step for step in steps_on_disk(root) if not _is_undone(step_directory(root, step))]
+        steps = [step for step in steps_on_disk(root) if not is_undone(step_directory(root, step))]
         found, refused = newest_valid(
             steps, lambda step: verify_and_keep(step_directory(root, step), run_id)
         )
@@ -182,7 +198,8 @@ def note_refusal(directory: Path, refused: str) -> None:
             (directory / REFUSED).unlink(missing_ok=True)
 
 
-def _is_undone(directory: Path) -> bool:
+def is_undone(directory: Path) -> bool:
+    """Return whether a start has noted that the run went back behind the checkpoint."""
     with contextlib.suppress(CheckpointError):
         return read_whole(directory / REFUSED).startswith(UNDONE.encode())
     return False

@@ -44,10 +44,11 @@ from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change
 from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, list_attempts
-from pretrain.rundir.events import Restored, ResumeFrom, SettingsChanged, TrainingBegan
+from pretrain.rundir.events import Mirrored, Restored, ResumeFrom, SettingsChanged, TrainingBegan
 from pretrain.rundir.history import (
     asked_step,
     attempt_history,
+    find_events,
     last_event,
     last_stored,
     published_facts,
@@ -226,7 +227,14 @@ class RunDir:
         if not last_event(ledger, TrainingBegan, Restored):
             urls = []  # a new run
         asked = asked_step(ledger)
-        return Past(tuple(facts), attempt_history(ledger), asked, tuple(dict.fromkeys(urls)))
+        uploaded = {event.step for event in find_events(ledger, Mirrored) if not event.problem}
+        return Past(
+            tuple(facts),
+            attempt_history(ledger),
+            asked,
+            tuple(dict.fromkeys(urls)),
+            tuple(sorted(uploaded)),
+        )
 
     def ask_to_resume_from(self, step: int) -> None:
         """Record that a user gives up what the run has published after `step`."""

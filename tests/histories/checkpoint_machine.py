@@ -115,13 +115,14 @@ class CheckpointHistory(HistoryMachine):
         self.run_number, self.world_size, self.steps_of_run = 0, 1, 1000
         self.kept = {"keep_last": 2, "keep_every": 0}
         self.has_local = self.has_mirror = True
-        self.away: set[Path] = set()
+        self.away: dict[Path, dict[Path, Copy]] = {}  # folders, with their copies
         self.faults: dict[Path, tuple[int, bool]] = {}
         self.delays: dict[str, int] = {}
 
         # What the run has done.
         self.copies: dict[Path, Copy] = {}  # on disks
         self.stored: dict[int, Copy] = {}  # in the store, as its index lists them
+        self.unlisted: dict[int, Copy] = {}  # as an index listed them that was lost
         self.folders: dict[int, str] = {}  # of steps in the store
         self.index_is_whole = True
         self.facts: set[tuple[str, int]] = set()  # destination and step
@@ -217,9 +218,15 @@ class CheckpointHistory(HistoryMachine):
             is_old = len(newer) >= self.kept["keep_last"] and not (every and step % every == 0)
             if copy.stands and copy.is_whole and not is_old:
                 self.problem("unlisted", f"the store lists {listed}, and {step} no more")
+        for step in self.unlisted.keys() - set(listed):
+            copy = self.unlisted[step]
+            is_old = len([other for other in listed if other > step]) >= self.kept["keep_last"]
+            if copy.stands and copy.is_whole and not is_old:
+                self.problem("unlisted", f"the lost index had {step}, the new one {listed}")
         for step in set(listed) - self.stored.keys():
-            self.stored[step] = Copy(step, "", 0, 0)
+            self.stored[step] = self.unlisted.get(step) or Copy(step, "", 0, 0)
             self.facts.add(("store", step))
+        self.unlisted = {}
         newest = max(listed)
         if not self.stored[newest].stands:  # made again
             self.stored[newest] = Copy(newest, "", 0, 0)
@@ -258,7 +265,9 @@ class CheckpointHistory(HistoryMachine):
         self.facts = {(where, step) for where, step in self.facts if step <= after}
         self.told_by_ledger = {step for step in self.told_by_ledger if step <= after}
         self.told_later = [entry for entry in self.told_later if entry[2] <= after]
-        for copy in (*self.copies.values(), *self.stored.values()):
+        hidden = [copy for copies in self.away.values() for copy in copies.values()]
+        known = (*self.copies.values(), *self.stored.values(), *self.unlisted.values())
+        for copy in (*known, *hidden):
             copy.stands &= copy.step <= after
 
     def _starting(self, real: Callable[..., Any], *arguments: Any) -> Any:
@@ -523,6 +532,7 @@ class CheckpointHistory(HistoryMachine):
             with contextlib.suppress(FileNotFoundError):
                 (self.store_folder / "mirror.json").unlink()
                 self.index_is_whole = False
+                self.unlisted = dict(self.stored)  # until an upload lists it again
                 self.stored.clear()  # what the index does not name is not there for a reader
             return
         for folder, copy in self._places(where):
@@ -555,10 +565,15 @@ class CheckpointHistory(HistoryMachine):
             if path.exists():  # made anew meanwhile
                 shutil.rmtree(path)
             hidden.rename(path)
-            self.away.remove(path)
+            anew = [other for other in self.copies if path in other.parents]
+            for other in anew:
+                del self.copies[other]
+            self.copies |= self.away.pop(path)
         elif path.exists():
             path.rename(hidden)
-            self.away.add(path)
+            self.away[path] = {
+                other: replace(copy) for other, copy in self.copies.items() if path in other.parents
+            }
 
     @told_rule(
         where=st.sampled_from(("shared", "local", "store", "run")),
@@ -650,7 +665,8 @@ class CheckpointHistory(HistoryMachine):
 
         job = self._new_job(meanwhile=train, meanwhile_before=meanwhile_before)
         (end,) = self._run(job, load)
-        if end.status == 2:
+        is_other = any(copy.is_other_version for copy in self.copies.values())
+        if end.status == 2 and not is_other:  # that is a refusal by its own name
             self.problem("called-damaged", end.report)
 
     # --------------------------------------------------------------------------------- invariants

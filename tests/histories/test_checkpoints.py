@@ -61,6 +61,27 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("go_away", {"where": "store"}),
         ("train", {"steps": 3}),
     ],
+    "a step that was made again while it was verified was called damaged": [
+        ("train", {"steps": 3, "is_killed": False}),
+        ("poison", {"after": 2, "length": 3}),
+        ("train", {"steps": 4, "is_killed": True}),
+        ("read", {"meanwhile_before": 12, "steps": 7}),
+    ],
+    "a start that was killed before it began hid checkpoints from the status": [
+        ("slow_down", {"removals": 2, "uploads": 3}),
+        ("train_and_kill", {"kill_before": 233}),
+        ("give_up", {"choice": 21, "kill_before": 28}),
+        ("give_up", {"choice": 47, "kill_before": 46}),
+    ],
+    "a damaged step in the store that the run had given up stopped a start": [
+        ("train_and_kill", {"kill_before": 243}),
+        ("train", {"steps": 7, "is_killed": True}),
+        ("give_up", {"choice": 65, "kill_before": 18}),
+        ("train_and_kill", {"kill_before": 81}),
+        ("empty", {"where": "shared"}),
+        ("damage", {"file": 8, "how": "delete", "where": 85}),
+        ("train", {"steps": 7, "is_killed": False}),
+    ],
     "what the ledger knows did not reach the other ranks": [
         ("change_ranks", {"world_size": 2}),
         ("train", {"steps": 6, "is_killed": True}),

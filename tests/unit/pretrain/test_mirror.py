@@ -323,6 +323,18 @@ def test_an_attempt_that_a_newer_one_has_replaced_deletes_nothing(tmp_path, url,
     assert stored < names_in(url, s3_endpoint)
 
 
+def test_a_lost_index_takes_no_whole_checkpoint_with_it(tmp_path, url, s3_endpoint):
+    run_dir = run_in(tmp_path / "run", [100, 200, 300])
+    for step in (100, 200):
+        upload(run_dir, url, step, tmp_path / "scratch")
+    store = ObjectStore(url, tmp_path, FAST)
+    (damaged_folder,) = (each.folder for each in store.index().checkpoints if each.step == 100)
+    store.writable.delete([MIRROR_INDEX, f"{damaged_folder}/config.yaml"])
+    upload(run_dir, url, 300, tmp_path / "scratch")
+    assert [each.step for each in store.index().checkpoints] == [200, 300]
+    assert restored(over_http(url, s3_endpoint), tmp_path / "restored", step=200) == 200
+
+
 def listed(step: int, version: str = "a") -> StoredCheckpoint:
     content = Content(10, version * 64)
     return StoredCheckpoint(step, content, dict.fromkeys(RUN_FILES, content))
