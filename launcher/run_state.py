@@ -19,7 +19,7 @@ from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
 from pretrain.reporting.results import RunResults, results_of
-from pretrain.rundir.attempt_files import open_start
+from pretrain.rundir.attempt_files import unfinished_start
 from pretrain.rundir.events import (
     JobEnded,
     JobStarted,
@@ -192,7 +192,7 @@ def read_state(path: Path) -> RunState:
 
 def _without_identity(run_dir: RunDir) -> RunState | None:
     """Return the state of a run on this machine whose ranks have yet to make it: they start."""
-    start = None if run_dir.exists() else open_start(run_dir.logs, [])
+    start = None if run_dir.exists() else unfinished_start(run_dir.logs, [])
     is_here = start and any(lock.is_held for lock in run_dir.locks())
     if not start or not is_here or Snapshot(run_dir.path).experiment.is_file():
         return None

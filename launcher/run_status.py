@@ -13,7 +13,7 @@ from enum import Enum
 from foundation.progress import duration
 from pretrain.checkpoint.directory import MARKER, step_directory
 from pretrain.checkpoint.verify import latest_step
-from pretrain.rundir.attempt_files import AttemptStart, open_start
+from pretrain.rundir.attempt_files import AttemptStart, unfinished_start
 from pretrain.rundir.events import (
     UNEVENTFUL,
     AttemptEnded,
@@ -150,7 +150,7 @@ def gather(run_dir: RunDir, steps: int) -> Evidence:
     return Evidence(
         now=time.time(),
         ledger=ledger,
-        start=open_start(run_dir.logs, ledger),
+        start=unfinished_start(run_dir.logs, ledger),
         metrics=summarize_file(run_dir.metrics),
         heartbeats=read_heartbeats(run_dir.heartbeats),
         locks=run_dir.locks(),

@@ -18,7 +18,7 @@ from launcher.run_status import State
 from launcher.sweep import CellRun, describe, settings_of
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.metric_names import RECENT_SPEED, TRAIN_LOSS
-from pretrain.terminal.text import counted, fitted_table, number
+from pretrain.terminal.text import counted, fitted_table, format_number
 
 STYLES = {
     State.RUNNING: "green",
@@ -65,7 +65,7 @@ def runs_table(states: Sequence[RunState]) -> Group:
             f"{state.fraction_done:.0%}",
             state.results.cells[TRAIN_LOSS],
             _left(state),
-            number(state.checkpoint, ","),
+            format_number(state.checkpoint, ","),
         )
         if reason := _reason(state):
             reasons.append(Text.assemble(name, ": ", (reason, "dim")))
@@ -120,7 +120,7 @@ def _lines(state: RunState) -> list[tuple[str, str | Text]]:
         ("state", word),
         ("step", f"{state.step:,} of {state.steps:,}  ({state.fraction_done:.0%})"),
         *((name, value) for name, value in state.results.cells.items() if name != "goodput"),
-        (RECENT_SPEED, number(state.recent_tokens_per_second, ",.0f")),
+        (RECENT_SPEED, format_number(state.recent_tokens_per_second, ",.0f")),
         ("time left", _left(state)),
         ("goodput", goodput),
         ("checkpoint", checkpoint),

@@ -26,7 +26,7 @@ from launcher.restart_policy import (
 from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.checkpoint.verify import latest_step, steps_that_count
 from pretrain.config.run import RunConfig
-from pretrain.rundir.attempt_files import list_attempts, open_start
+from pretrain.rundir.attempt_files import list_attempts, unfinished_start
 from pretrain.rundir.events import (
     AttemptEnded,
     Event,
@@ -248,7 +248,7 @@ class Supervisor:
 
 def _hung_rank(run_dir: RunDir, statuses: Sequence[int]) -> int | None:
     """Return which rank made an attempt hang: one that has not come, else one that was killed."""
-    start = open_start(run_dir.logs, run_dir.ledger.read())
+    start = unfinished_start(run_dir.logs, run_dir.ledger.read())
     late = start.late_rank(read_heartbeats(run_dir.heartbeats)) if start else None
     return unresponsive_rank(statuses) if late is None else late
 
@@ -263,7 +263,7 @@ def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
 def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
     """Return whether the directory holds this run, complete; ConfigError if it holds another."""
     if not run_dir.exists():
-        run_dir.refuse_strangers()
+        run_dir.refuse_other_files()
         return False
     RunDir.open(run_dir.path).refuse_other_run(config)
     return is_complete(run_dir, config)

@@ -1,8 +1,7 @@
 """Training, evaluation and scaling laws of Transformer-XL.
 
-Uses data_pipeline, never launcher. The floors are listed in docs/design.md. The names below are
-for use from Python (docs/python.md). They are imported when they are first used: `import pretrain`
-loads neither torch nor DeepSpeed.
+The names below are for use from Python (docs/python.md). They are imported when they are first
+used: `import pretrain` loads neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations

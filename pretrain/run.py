@@ -1,10 +1,9 @@
 """A run around its loop: its directory, what the loop works with, restarts, and how it ends.
 
 The loop also ends at the end of a phase, at a loss spike and, with one rank, when memory runs out.
-The run then restarts in the same process, in the way it resumes after a crash: everything is built
-again from the latest checkpoint. So there is one way to continue, which every test of a crash
-covers, and nothing of the old engine or lanes can leak into what follows. A new process would do
-the same, after importing torch, meeting the other ranks and, on Slurm, starting a step again.
+The run then restarts in the same process as it resumes after a crash: everything is built again
+from the latest checkpoint. So there is one way to continue, which every test of a crash covers, and
+nothing of the old engine or lanes can leak into what follows.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from foundation.retry import Patience, outlast
 from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.disk import Disk
-from pretrain.checkpoint.facts import Candidate, Destination, History, Past
+from pretrain.checkpoint.facts import AttemptHistory, Candidate, Destination, Past
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.mirror import Mirror, mirror_url
@@ -69,13 +68,8 @@ from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.processes.device import (
-    check_tiles,
-    set_determinism,
-    set_trace_files,
-    with_precision_of_run,
-    write_last_collectives,
-)
+from pretrain.processes.device import check_tiles, set_determinism, with_precision_of_run
+from pretrain.processes.flight_recorder import set_trace_files, write_last_collectives
 from pretrain.processes.leaving import end_at_once, end_process
 from pretrain.recovery.faults import fault_from_environment
 from pretrain.recovery.faulty_engine import with_fault
@@ -136,10 +130,10 @@ def run_training(
     from_step: int | None = None,
     heartbeat: Heartbeat | None = None,
 ) -> int:
-    """Train or resume the run; the exit status: 0 finished, 75 stopped, 76 out of memory.
+    """Train or resume the run; returns the exit status: 0 finished, 75 stopped, 76 out of memory.
 
-    With `from_step` a user gives up what the run has published after that step. `heartbeat`: the
-    one that the rank has had since it came to the meeting.
+    With `from_step` a user gives up what the run has published after that step. The `heartbeat` is
+    the rank's since it came to the meeting.
     """
     config = with_precision_of_run(config, directory, world)
     check_precision(config.engine.number_format, world.device)
@@ -164,7 +158,7 @@ def run_training(
 
 
 def _continues(process: RankProcess, ended: Ended) -> bool:
-    """Whether another attempt follows in this process; after a spike, the run is rewound."""
+    """Return whether another attempt follows in this process; after a spike, rewind the run."""
     match ended.outcome:
         case Outcome.FINISHED | Outcome.STOPPED:
             return False
@@ -211,7 +205,7 @@ def _rank_process(
                 check_wandb(config.metrics.wandb_project)
                 check_training_tasks(config)
                 if not run_dir.exists():
-                    run_dir.refuse_strangers()  # before the lock puts a file there
+                    run_dir.refuse_other_files()  # before the lock puts a file there
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
                 RunDir.create_or_resume(directory, config)
@@ -236,27 +230,27 @@ def _rank_process(
 def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> Ended:
     """Build everything from the checkpoint that the attempt starts with, and train.
 
-    Those that have `failed` in this process are not tried again.
+    Checkpoints that have `failed` in this process are not tried again.
     """
     run_dir, world = process.run_dir, process.world
     set_determinism(process.config, world.device)  # an error in a backward pass may leave it strict
     past = read_on_main(world, run_dir.past, Past)
 
     def tell(step: int, where: Destination) -> None:
-        published = Published(step=step, attempt=token, destination=where)
-        run_dir.ledger.append_if_possible(published)
+        event = Published(step=step, attempt=token, destination=where)
+        run_dir.ledger.append_if_possible(event)
 
     root, run_id, patience = run_dir.checkpoints, run_dir.identity.id, run_dir.patience
     disk = Disk(root, token, run_id, process.fence.check, run_dir.metrics, tell)
     local = LocalCheckpoints(process.config, disk, world, past.history)
     try:
-        found = find_resume_point(root, world, run_id, None, patience, past, local, failed)
+        checkpoint = find_resume_point(root, world, run_id, None, patience, past, local, failed)
     except CheckpointError as error:
         is_final = past.asked is not None and not isinstance(error, UnreadableError)
         if is_final and world.is_main:  # the next start need not ask for another step
             run_dir.ledger.append_if_possible(ResumeFrom())
         raise
-    step = found.step if found else 0
+    step = checkpoint.step if checkpoint else 0
     shortages = read_on_main(
         world, lambda: find_events(run_dir.ledger.read(), OutOfMemory), list[OutOfMemory]
     )
@@ -264,16 +258,16 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
     try:
         # A mirror has what the run directory has: no local checkpoints.
         saved = step
-        if found and found.is_local:
+        if checkpoint and checkpoint.is_local:
             saved = read_on_main(world, lambda: latest_step(root, step), int)
         history = past.history if past.asked is None else None
         with (
             _mirror(process, disk, step, saved, history) as mirror,
             local,
-            contextlib.closing(build_engine(config, world, draws=found is None)) as engine,
+            contextlib.closing(build_engine(config, world, draws=checkpoint is None)) as engine,
         ):
             try:
-                outcome = _train_from(engine, found, process, config, disk, mirror, local)
+                outcome = _train_from(engine, checkpoint, process, config, disk, mirror, local)
             except (RuntimeError, MemoryError) as error:
                 if world.world_size > 1:  # what closes the engine could wait for the others
                     if record_out_of_memory(config, run_dir, world, error):
@@ -284,11 +278,11 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
                 mirror.finish(process.heartbeat.repeat, lambda: process.stop.count)
             return Ended(outcome)
     except UnreadableError as error:
-        if found is None:
+        if checkpoint is None:
             raise
-        refuse(found.directory, str(error), "another", world)
-        where = Destination.NODES if found.is_local else Destination.RUN_DIRECTORY
-        return Ended(Outcome.UNREADABLE, Candidate(found.step, where, problem=str(error)))
+        refuse(checkpoint.directory, str(error), "another", world)
+        where = Destination.NODES if checkpoint.is_local else Destination.RUN_DIRECTORY
+        return Ended(Outcome.UNREADABLE, Candidate(checkpoint.step, where, problem=str(error)))
     except SpikeFound as raised:
         return Ended(Outcome.DIVERGED, spike=raised.spike)
     except (RuntimeError, MemoryError, OSError) as error:
@@ -298,9 +292,13 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
 
 
 def _mirror(
-    process: RankProcess, disk: Disk, resumed_step: int, saved_step: int, history: History | None
+    process: RankProcess,
+    disk: Disk,
+    resumed_step: int,
+    saved_step: int,
+    history: AttemptHistory | None,
 ) -> Mirror:
-    """The run's mirror; what becomes of uploads is in the ledger."""
+    """Return the run's mirror, which records in the ledger what becomes of uploads."""
     ledger, world, url = process.run_dir.ledger, process.world, mirror_url(process.config)
 
     def uploaded_step() -> int:
@@ -308,8 +306,8 @@ def _mirror(
         is_there = last is not None and (last.step, last.url) == (saved_step, url)
         return saved_step if is_there else 0
 
-    def note(step: int, what: float | str) -> None:
-        problem, seconds = (what, 0.0) if isinstance(what, str) else ("", what)
+    def note(step: int, result: float | str) -> None:
+        problem, seconds = (result, 0.0) if isinstance(result, str) else ("", result)
         ledger.append_if_possible(Mirrored(step=step, url=url, seconds=seconds, problem=problem))
 
     uploaded = read_on_main(world, uploaded_step, int)
@@ -318,7 +316,7 @@ def _mirror(
 
 def _train_from(
     engine: Engine,
-    found: Checkpoint | None,
+    checkpoint: Checkpoint | None,
     process: RankProcess,
     config: RunConfig,
     disk: Disk,
@@ -329,13 +327,13 @@ def _train_from(
     run_dir, world = process.run_dir, process.world
     engine = with_fault(engine, process.fault)
     checkpointer = Checkpointer(config, disk, world, run_dir.patience, mirror.held)
-    if found is not None:
-        state = checkpointer.restore(engine, found)
+    if checkpoint is not None:
+        state = checkpointer.restore(engine, checkpoint)
     else:
         state = TrainState.fresh(accumulation_steps(config, world.world_size))
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": disk.attempt}
-    is_local = found is not None and found.is_local
+    is_local = checkpoint is not None and checkpoint.is_local
     record_start(run_dir, world, config, state.step, process.data, where, is_local)
     report_rate(config, run_dir, world, state.step)
     windows = inherited_windows(run_dir, world, state.step)
@@ -397,7 +395,7 @@ def _train_from(
 def _evaluator(
     process: RankProcess, config: RunConfig, engine: Engine, state: TrainState
 ) -> Callable[[], dict[str, Any]]:
-    """What an evaluation measures: the losses of all corpora and, when they are due, tasks."""
+    """Return what measures the losses of all corpora and, when they are due, tasks."""
 
     def beat() -> None:
         process.heartbeat.beat(state.step, "evaluate")
@@ -417,7 +415,7 @@ def _evaluator(
 
 
 def _open_lanes(process: RankProcess, config: RunConfig, state: TrainState) -> LaneStream:
-    """This rank's lanes from the state's cursor on."""
+    """Open this rank's lanes from the state's cursor on."""
     world, data, seed = process.world, config.data, lane_seed_at(config, state.step)
     setting = mixture_setting(process.config, state.step)
     corpus = open_training_data(data.path, data.mixture, data.cache, data.manifest_hashes, setting)
@@ -431,7 +429,7 @@ def _open_lanes(process: RankProcess, config: RunConfig, state: TrainState) -> L
 
 
 def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> dict[str, int]:
-    """How many tokens of each corpus, by directory, all lanes have read since they started."""
+    """Return how many tokens of each corpus, by directory, all lanes have read by now."""
     counts = stream.tokens_read(state.cursor)
     own = torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device)
     total = sum_over_ranks(own)
@@ -457,7 +455,7 @@ def set_threads_of_rank() -> None:
 
 
 def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
-    """The engine the run asks for, with the same published initialization on every rank.
+    """Return the engine of the run, with the same published initialization on every rank.
 
     Without `draws` its matrices are zero, for a checkpoint to replace.
     """

@@ -35,7 +35,7 @@ from pretrain.state import TrainState, memories_without
 
 @dataclass(frozen=True)
 class RankProcess:
-    """What a rank keeps for as long as its process lives, however often the run restarts in it."""
+    """What a rank keeps while its process lives, however often the run restarts in it."""
 
     config: RunConfig  # with all phases, as the user wrote it
     run_dir: RunDir
@@ -67,9 +67,8 @@ class Parts:
 def train(parts: Parts, process: RankProcess) -> Outcome:
     """Train until the run or its phase is finished, or any rank is asked to stop; then save.
 
-    A request to stop also ends an evaluation, which the next attempt makes before it trains. Raises
-    SpikeFound, on every rank, at a loss spike, and CheckpointError if a rank cannot write for
-    longer than the run's patience.
+    A request to stop also ends an evaluation, which the next attempt repeats. Raises SpikeFound, on
+    every rank, at a loss spike, and CheckpointError after storage failed for too long.
     """
     config, state, engine = parts.config, parts.state, parts.engine
     checkpointer, metrics = parts.checkpointer, parts.metrics
@@ -150,7 +149,7 @@ def _forward_backward(parts: Parts, offload: MemoryOffload, slot: int, part: Seg
 
 
 def _own_flags(parts: Parts) -> Agreement:
-    """What this rank has to say besides a stop: of saves, and of the mirror."""
+    """Return this rank's flags but for a stop: of saves, and of the mirror."""
     saves = parts.checkpointer
     return Agreement(
         save_failed=saves.has_failed,
@@ -160,7 +159,7 @@ def _own_flags(parts: Parts) -> Agreement:
 
 
 def _outcome_at(config: RunConfig, step: int, stopping: bool) -> Outcome | None:
-    """How the loop ends after this step; None if it continues."""
+    """Return how the loop ends after this step; None if it continues."""
     if step == config.optim.steps:
         return Outcome.FINISHED
     if stopping:
@@ -169,7 +168,7 @@ def _outcome_at(config: RunConfig, step: int, stopping: bool) -> Outcome | None:
 
 
 def _evaluates_after(config: RunConfig, step: int) -> bool:
-    """Whether the validation loss is measured after this step."""
+    """Return whether the validation loss is measured after this step."""
     interval = config.evaluation.interval
     return step == config.optim.steps or bool(step and interval and step % interval == 0)
 
@@ -177,7 +176,7 @@ def _evaluates_after(config: RunConfig, step: int) -> bool:
 def _evaluate(parts: Parts, process: RankProcess) -> bool:
     """Measure the validation loss and write it; False if any rank was asked to stop before.
 
-    Raises TrainingError, on every rank, if that of the last step is not finite.
+    Raises TrainingError, on every rank, if the last step's is not finite.
     """
     process.heartbeat.beat(parts.state.step, "evaluate")
     try:
@@ -196,8 +195,7 @@ def _evaluate(parts: Parts, process: RankProcess) -> bool:
 
 
 def _complete_evaluation(parts: Parts, process: RankProcess) -> bool:
-    """Evaluate the step on disk, unless its evaluation was finished before; False if asked to
-    stop."""
+    """Evaluate the step on disk unless that was finished before; False if asked to stop."""
     step = parts.state.step
     if not _evaluates_after(parts.config, step) or parts.metrics.has_evaluation(step):
         return True

@@ -33,7 +33,7 @@ from pretrain.processes.node_findings import (
     LinkMeasurement,
     RankMeasurement,
     link_file,
-    rank_file,
+    measurement_file,
     round_file,
 )
 from pretrain.terminal.text import si
@@ -228,7 +228,7 @@ def gather_ranks(
     out: Path, num_ranks: int, is_running: Callable[[], bool]
 ) -> list[RankMeasurement]:
     """Return what the ranks that responded in time measured alone; UserError if none did."""
-    files = {rank: out / rank_file(rank) for rank in range(num_ranks)}
+    files = {rank: out / measurement_file(rank) for rank in range(num_ranks)}
     ranks = _collected(files, RankMeasurement, is_running, seconds_after_first=_ARRIVAL_SECONDS)
     if not ranks:
         raise UserError("the ranks exited before any of them had measured anything")

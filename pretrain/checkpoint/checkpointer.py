@@ -50,7 +50,7 @@ class Checkpointer:
     """Saves and restores one run. All ranks call `save`, `finish` and `restore` together.
 
     `disk` is the same on all ranks, and of this start alone. Steps that are `held` are not pruned.
-    A context manager: leaving it cancels a save in progress, so call `finish` before.
+    Leaving the context cancels a save in progress, so call `finish` before.
 
     A save that storage does not take is given up, with a warning; the loop asks `is_to_try_again`
     and saves a later step instead. Once saves have failed for longer than the `patience`, every
@@ -95,8 +95,8 @@ class Checkpointer:
     ) -> bool:
         """Start a checkpoint of `state.step`; without `checkpoint.asynchronous`, also finish it.
 
-        The one before is finished first. Call `wait_for_copy` before the engine's next update. The
-        latest checkpoint from before step `suspected_since` is kept for a rewind. Returns False if
+        The previous save is finished first. Call `wait_for_copy` before the engine's next update.
+        The latest checkpoint before step `suspected_since` is kept for a rewind. Returns False if
         the disk is too full, or rank 0's `obstacle` says that something else must be on disk first.
         Raises on every rank if replicas differ, or a value is not finite (NonFiniteError).
         """
@@ -107,24 +107,17 @@ class Checkpointer:
         if problem := self._problem_ahead(state.step, rank_file, obstacle):
             self._give_up_save(state.step, problem)
             return False
-        world_size, config = self._world.world_size, to_tree(self._run)
-        more = {"world_size": world_size, "attempt": self._disk.attempt}
-        index = new_index(self._disk.run_id, config, engine, state, **more)
-        lanes = lanes_of_rank(self._run, self._world.rank, world_size)
+        disk, rank, world_size = self._disk, self._world.rank, self._world.world_size
+        more = {"world_size": world_size, "attempt": disk.attempt}
+        index = new_index(disk.run_id, to_tree(self._run), engine, state, **more)
+        lanes = lanes_of_rank(self._run, rank, world_size)
         cursor = state.cursor.to_tree() if state.cursor else None
         report = {"first_lane": lanes.start, "num_lanes": len(lanes), "cursor": cursor}
         self._saves += 1
-        name = f"{self._disk.attempt}/{self._saves}"
+        reports = RankReports(f"{disk.attempt}/{self._saves}", rank, world_size)
         remove_old = partial(self._remove_old, state.step, suspected_since)
-        self._save = Save(
-            self._disk,
-            rank_file,
-            index,
-            report,
-            RankReports(name, self._world.rank, self._world.world_size),
-            self._buffer,
-            then=partial(self._remover.add, remove_old),
-        )
+        then = partial(self._remover.add, remove_old)
+        self._save = Save(disk, rank_file, index, report, reports, self._buffer, then)
         self._saver.add(self._save.run)
         return self._run.checkpoint.asynchronous or self.finish()
 
@@ -142,10 +135,7 @@ class Checkpointer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save in progress has failed, as far as this rank knows.
-
-        If it is True on any, all have to `finish`.
-        """
+        """Whether the save in progress has failed here; if it has on any rank, all `finish`."""
         return self._save is not None and self._save.problem is not None
 
     @property
@@ -178,14 +168,13 @@ class Checkpointer:
             self._published_step = save.step
             return True
         save.cancel()
-        problem = next((each for each in problems if not each.may_pass), problems[0])
+        problem = min(problems, key=lambda problem: problem.may_pass)  # the first that lasts
         self._give_up_save(save.step, problem)
         return False
 
     def _give_up_save(self, step: int, problem: SaveProblem) -> None:
-        """Let a later save try again; an error, on every rank, if none would help or it took too
-        long."""
-        problem = broadcast_value(self._cause_of(problem), SaveProblem)
+        """Let a later save try again; raise on every rank if none can help, or for too long."""
+        problem = broadcast_value(self._lasting_cause(problem), SaveProblem)
         if problem.may_pass:
             text = f"step {step} not saved: {problem.text}"
             self._outage.failed(text, "training continues", problem.remedy)
@@ -200,18 +189,18 @@ class Checkpointer:
                 text += f", {problem.remedy} and rerun the command to resume from the latest"
             raise (StorageError if problem.may_pass else CheckpointError)(text)
 
-    def _cause_of(self, problem: SaveProblem) -> SaveProblem:
-        """Why a save failed: a newer attempt removes what this one was writing (rank 0)."""
+    def _lasting_cause(self, problem: SaveProblem) -> SaveProblem:
+        """Return why a save failed: a newer attempt removes what this one writes (rank 0)."""
         if self._world.is_main and problem.may_pass:
             try:
                 self._disk.may_write()
-            except OSError:
-                pass  # storage that is away tells of no newer attempt
             except UserError as error:
                 return SaveProblem(str(error), may_pass=False, remedy="")
+            except OSError:
+                pass  # storage that is away knows of no newer attempt
         return problem
 
-    def restore(self, engine: Engine, found: Checkpoint) -> TrainState:
+    def restore(self, engine: Engine, checkpoint: Checkpoint) -> TrainState:
         """Load a verified checkpoint into the engine; returns the rest of its state.
 
         UnreadableError on every rank if one can no longer read it, or it has NaN or inf.
@@ -219,25 +208,25 @@ class Checkpointer:
         self.finish()
         with raise_on_all_ranks():
             try:
-                load_fragments(engine, found)
-                state = self._restore_state(engine, found)
+                load_fragments(engine, checkpoint)
+                state = self._restore_state(engine, checkpoint)
             except UserError as error:
-                if not found.is_local:
+                if not checkpoint.is_local:
                     raise
                 # Its pieces fit only where the engine shards as it did then.
-                raise UnreadableError(f"{found.directory}: cannot be used: {error}") from error
+                raise UnreadableError(f"{checkpoint.directory}: cannot be used: {error}") from error
             file = RankFile.of(owned_fragments(engine), state, self._memory_layout)
             if name := non_finite_name(engine, file.tensors):
-                raise UnreadableError(f"{found.directory}: has NaN or inf in {name}")
-        restore_counters(engine, found)
-        if not found.is_local:
-            self._published_step = found.step
+                raise UnreadableError(f"{checkpoint.directory}: has NaN or inf in {name}")
+        restore_counters(engine, checkpoint)
+        if not checkpoint.is_local:
+            self._published_step = checkpoint.step
         return state
 
     def _problem_ahead(
         self, step: int, rank_file: RankFile, obstacle: Callable[[], str]
     ) -> SaveProblem | None:
-        """Return rank 0's reason not to start a save; without one, the disk is prepared."""
+        """Return rank 0's reason not to start a save; None once the disk is prepared."""
         own_bytes = torch.tensor(rank_file.layout.file_bytes)
         wanted = int(gather_rows(own_bytes).sum()) + self._world.world_size * INDEX_BYTES_PER_RANK
         problem = None
@@ -259,47 +248,44 @@ class Checkpointer:
         Saves after the one that was `published` do not count: what they suspect is not known here.
         """
         kept, root = self._run.checkpoint, self._disk.root
-        numbers = (kept.keep_last, kept.keep_every)
         try:
             self._disk.remove_undone(published)
-            valid = [each for each in steps_that_count(root) if each <= published]
-            files.prune(root, valid, *numbers, suspected_since, self._held())
+            valid = [step for step in steps_that_count(root) if step <= published]
+            files.prune(root, valid, kept.keep_last, kept.keep_every, suspected_since, self._held())
         except Exception as error:
             logger.warning("old checkpoints stay: %s", error)
 
-    def _restore_state(self, engine: Engine, found: Checkpoint) -> TrainState:
+    def _restore_state(self, engine: Engine, checkpoint: Checkpoint) -> TrainState:
         lanes = lanes_of_rank(self._run, self._world.rank, self._world.world_size)
-        rank, num_ranks = (0, 1) if found.is_local else (self._world.rank, self._world.world_size)
-        if found.index["world_size"] == num_ranks:
+        rank, num_ranks = (
+            (0, 1) if checkpoint.is_local else (self._world.rank, self._world.world_size)
+        )
+        if checkpoint.index["world_size"] == num_ranks:
             # Nothing that a run computes draws from it (dropout is a function of step and lane), so
             # with another number of ranks it can start from the seed.
-            restore_random_state(found, rank)
+            restore_random_state(checkpoint, rank)
         cursor = None
-        if not restarts_lanes(self._run, found.index["step"]):
-            cursor = load_cursor(found).take(lanes)
-        return TrainState(
-            step=found.index["step"],
-            tokens_seen=found.index["tokens_seen"],
-            memories=self._restore_memories(
-                engine, found, range(len(lanes)) if found.is_local else lanes
-            ),
-            cursor=cursor,
+        if not restarts_lanes(self._run, checkpoint.step):
+            cursor = load_cursor(checkpoint).take(lanes)
+        memories = self._restore_memories(
+            engine, checkpoint, range(len(lanes)) if checkpoint.is_local else lanes
         )
+        return TrainState(checkpoint.step, checkpoint.index["tokens_seen"], memories, cursor)
 
     def _restore_memories(
-        self, engine: Engine, found: Checkpoint, lanes: range
+        self, engine: Engine, checkpoint: Checkpoint, lanes: range
     ) -> list[Memory | None]:
         """Return each slot's memory; empty if a phase with another number of lanes starts."""
         num_slots = accumulation_steps(self._run, self._world.world_size)
-        lanes_before = sum(report["num_lanes"] for report in found.rank_reports)
-        lanes_now = len(lanes) if found.is_local else self._run.data.lanes
-        tensors = load_memory(found, lanes) if lanes_before == lanes_now else None
+        lanes_before = sum(report["num_lanes"] for report in checkpoint.rank_reports)
+        lanes_now = len(lanes) if checkpoint.is_local else self._run.data.lanes
+        tensors = load_memory(checkpoint, lanes) if lanes_before == lanes_now else None
         if tensors is None:
             return [None] * num_slots
         memory = self._memory_layout.of_named(tensors, len(lanes))
         if memory is None:
             raise CheckpointError(
-                f"{found.directory}: found memories of other shapes than the model's; "
+                f"{checkpoint.directory}: found memories of other shapes than the model's; "
                 "remove this checkpoint"
             )
         # The precision can differ from the one that was saved.

@@ -86,9 +86,9 @@ def steps_to_prune(
 ) -> list[int]:
     """Return the steps before the last `valid` ones, without `held` and multiples of `keep_every`.
 
-    `steps` and `valid` are sorted, oldest first. A step that is not valid keeps no other from being
-    kept: it is removed when it is old, like all others. While losses since step `suspected_since`
-    may become a spike, the latest valid step before it is not returned: the run would rewind to it.
+    `steps` and `valid` are sorted, oldest first. Invalid steps do not count as kept ones, and are
+    removed when they are old. While losses since step `suspected_since` may become a spike, the
+    latest valid step before it is not returned: the run would rewind to it.
     """
     oldest_kept = min(valid[-keep_last:], default=0)
     kept = {*held, *[step for step in valid if step < (suspected_since or 0)][-1:]}
@@ -107,9 +107,9 @@ def prune(
     suspected_since: int | None = None,
     held: Collection[int] = (),
 ) -> list[int]:
-    """Remove the checkpoints of `steps_to_prune`; returns the steps of those that could be.
+    """Remove the checkpoints of `steps_to_prune`; returns the steps that could be removed.
 
-    Those `held` stay besides, such as one that is being uploaded, and those that a command reads.
+    Steps that are `held` stay, as one that is being uploaded, and those that a command reads.
     """
     steps = steps_on_disk(root)
     old = steps_to_prune(steps, valid, keep_last, keep_every, held, suspected_since)
@@ -136,9 +136,9 @@ def discard_from(root: Path, step: int) -> None:
     A power failure does not bring them back.
     """
     # Latest first: if this is interrupted, no checkpoint after the rewind survives one before it.
-    for found in reversed(steps_on_disk(root)):
-        if found >= step:
-            remove(step_directory(root, found))
+    for later in reversed(steps_on_disk(root)):
+        if later >= step:
+            remove(step_directory(root, later))
     fsync_directory(root)
 
 

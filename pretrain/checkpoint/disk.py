@@ -1,7 +1,4 @@
-"""Checkpoints on a disk: that of the run directory, or a node's own. Torch-free.
-
-    run directory   RUN/checkpoints/step-00000100/                  all ranks' files
-    node's disk     LOCAL/run-3f0c.../rank-00003/step-00000150/     a rank's own
+"""Checkpoints on a disk, the run directory's or a node's own, and their publication. Torch-free.
 
 A save writes into a hidden directory, in this order:
 
@@ -36,7 +33,7 @@ from pretrain.checkpoint.index import INDEX_FORMAT, Checkpoint, read_index
 from pretrain.checkpoint.pieces import merged_pieces
 from pretrain.checkpoint.verify import check_sizes, verify
 
-Check = Callable[[], None]  # raises once what it is given to is not wanted any more
+Check = Callable[[], None]  # raises when the transfer was canceled
 BLOCK_BYTES = 1 << 24
 
 
@@ -67,9 +64,9 @@ def write_file(path: Path, content: TensorFile, check: Check) -> dict[str, Any]:
 class Disk:
     """The checkpoints of a run below `root`; what `attempt` puts there is hidden until published.
 
-    `may_write` is called before a checkpoint gets its name; it raises UserError if a newer attempt
-    has claimed the run. The file that a start from it `relies_on`, metrics.jsonl, is synced before.
-    `tell` is called once it has its name: a publication is a fact.
+    Before a checkpoint gets its name, the file that a start from it `relies_on`, metrics.jsonl, is
+    synced, and `may_write` raises UserError if a newer attempt has claimed the run. `tell` is
+    called once it has its name: a publication is a fact.
     """
 
     root: Path
@@ -138,17 +135,17 @@ def publish(
 ) -> None:
     """Write index and marker from the reports of all ranks, rename to `final` (rank 0 only).
 
-    `before_rename` is called once, at the last moment at which the checkpoint can still be
-    withheld.
+    `before_rename` is called at the last moment at which the checkpoint can still be withheld.
     """
     lists = {
-        "pieces": merged_pieces(each["pieces"] for each in reports),
+        "pieces": merged_pieces(report["pieces"] for report in reports),
         "ranks": [
-            {name: value for name, value in each.items() if name != "pieces"} for each in reports
+            {name: value for name, value in report.items() if name != "pieces"}
+            for report in reports
         ],
     }
     check_sizes(partial, lists["ranks"])  # a rank may have written into a directory of its own
-    # A line per field: indented, those of thousands of ranks take a second to write, in Python.
+    # A line per field: indented JSON of thousands of ranks takes a second to write, in Python.
     whole = {**index, "format": INDEX_FORMAT, **lists}
     lines = sorted(f"{json_text(k)}: {json_text(v, sort_keys=True)}" for k, v in whole.items())
     write_text(partial / INDEX, "{\n" + ",\n".join(lines) + "\n}\n")

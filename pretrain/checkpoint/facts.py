@@ -1,10 +1,10 @@
 """What a run has published, and what a start resumes from: pure, and torch-free.
 
 A publication is a *fact*: this step was at that destination. The ledger has the facts of the run
-directory and of the nodes' disks, and those of a store as far as it was told; mirror.json has the
-store's own. What is there now are *candidates*. A start takes the newest candidate that is whole.
-It refuses to go back behind the newest fact in silence: either something is lost that somebody can
-bring back, or a user says from which step to go on (`--from-step`).
+directory and the nodes' disks, and those that it knows of a store; mirror.json has the store's own.
+What is there now are *candidates*. A start takes the newest candidate that is whole. It refuses to
+go back behind the newest fact silently: either something is lost that can be brought back, or a
+user chooses the step to resume from (`--from-step`).
 
 Steps on the nodes' disks are a best effort: a node that is gone stops no start.
 """
@@ -59,7 +59,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class History:
+class AttemptHistory:
     """Attempt -> the last of its steps that no later start, rewind or restore has undone.
 
     A later step belongs to a past that the run has left: another attempt makes those steps again,
@@ -80,14 +80,14 @@ class Past:
     """What the ledger says to a start; `asked` is the step that a user wants it to resume from."""
 
     facts: tuple[Fact, ...] = ()
-    history: History = field(default_factory=History)
+    history: AttemptHistory = field(default_factory=AttemptHistory)
     asked: int | None = None
     stores: tuple[str, ...] = ()  # URLs of the run's mirrors
     uploaded: tuple[int, ...] = ()  # all steps that the ledger says were, also undone ones
 
 
 def add_from_step(parser: argparse.ArgumentParser) -> None:
-    """Define `--from-step`, by which a user gives up later steps of a run."""
+    """Define `--from-step`: a user gives up later steps of a run."""
     parser.add_argument(
         "--from-step",
         type=int,
@@ -97,11 +97,11 @@ def add_from_step(parser: argparse.ArgumentParser) -> None:
 
 
 def newest(facts: Iterable[Fact], *destinations: Destination) -> int:
-    """Return the newest step at one of the destinations; 0 if there is none."""
+    """Return the newest step at one of the destinations; 0 without any."""
     return max((fact.step for fact in facts if fact.destination in destinations), default=0)
 
 
-def choose(
+def choose_candidate(
     facts: Sequence[Fact], candidates: Sequence[Candidate], asked: int | None = None
 ) -> Candidate | Refusal | None:
     """Return the candidate to resume from, the refusal, or None to start from the beginning.
@@ -111,29 +111,31 @@ def choose(
     problems. `asked` is the step of `--from-step`: that one or none, whatever is newer.
     """
     whole = sorted(
-        (each for each in candidates if not each.problem),
-        key=lambda each: (-each.step, _ORDER.index(each.destination)),
+        (candidate for candidate in candidates if not candidate.problem),
+        key=lambda candidate: (-candidate.step, _ORDER.index(candidate.destination)),
     )
     least = newest(facts, Destination.RUN_DIRECTORY, Destination.STORE)
     if asked == 0 or (asked is None and not least and not candidates):
         return None
-    for each in whole:
-        if each.step == asked or (asked is None and each.step >= least):
-            return each
-    lost = asked or least or max(each.step for each in candidates)
+    for candidate in whole:
+        if candidate.step == asked or (asked is None and candidate.step >= least):
+            return candidate
+    lost = asked or least or max(candidate.step for candidate in candidates)
     asks = f"--from-step asks for step {asked}, but " if asked else ""
-    may_pass = any(each.may_pass for each in candidates)
+    may_pass = any(candidate.may_pass for candidate in candidates)
     return Refusal(f"{asks}{_whereabouts(lost, facts, candidates)}; {_advice(whole)}", may_pass)
 
 
 def _whereabouts(step: int, facts: Sequence[Fact], candidates: Sequence[Candidate]) -> str:
-    """What is known of a step that cannot be resumed from."""
-    there = [each for each in candidates if each.step == step and each.problem]
-    known = [each.where for each in there]
-    gone = dict.fromkeys(
-        fact.where for fact in facts if fact.step == step and fact.where not in known
-    )
-    parts = [each.problem for each in there]
+    """Describe what is known of a step that cannot be resumed from."""
+    problems = {
+        candidate.where: candidate.problem
+        for candidate in candidates
+        if candidate.step == step and candidate.problem
+    }
+    places = dict.fromkeys(fact.where for fact in facts if fact.step == step)
+    gone = [where for where in places if where not in problems]
+    parts = [*problems.values()]
     parts += [f"step {step} was saved in {where} and is not there" for where in gone]
     return " and ".join(parts) or f"there is no checkpoint of step {step}"
 

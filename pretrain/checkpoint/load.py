@@ -7,7 +7,7 @@ A checkpoint of 2 ranks, read by 3 (one parameter of 12 elements):
 
 The index lists which file holds which elements (`pieces.py`), so neither the writer's world size
 nor its stage matters, and a rank opens only the files that it needs: its own if ranks and stage are
-those of the save.
+as they were.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pretrain.engines.engine import Engine
 from pretrain.optim.parameter_groups import Fragment
 
 
-def load_fragments(engine: Engine, found: Checkpoint) -> list[int]:
+def load_fragments(engine: Engine, checkpoint: Checkpoint) -> list[int]:
     """Fill the engine's fragments; returns the ranks of the checkpoint whose files were opened."""
-    with FragmentReader(found) as reader:
+    with FragmentReader(checkpoint) as reader:
         for fragment in engine.fragments():
             name, start = fragment.name, fragment.start
-            if found.is_local:
+            if checkpoint.is_local:
                 name, start = local_name(fragment), 0
             for kind, view in fragment.values.items():
                 reader.copy_into(view, name, start, kind)
@@ -41,15 +41,14 @@ def load_fragments(engine: Engine, found: Checkpoint) -> list[int]:
 
 
 def local_name(fragment: Fragment) -> str:
-    """A fragment's name in its rank's local checkpoint, which holds it as a whole parameter."""
+    """Return a fragment's name in a local checkpoint, which holds it as a whole parameter."""
     return f"{fragment.name}+{fragment.start}"
 
 
-def restore_counters(engine: Engine, found: Checkpoint) -> None:
-    """Set the engine's counters and its loss scale to those of the checkpoint, once all fragments
-    are filled on all ranks."""
-    engine.after_load(found.index["optimizer_steps"])
-    loss_scale = found.index["loss_scale"]  # None if the run was in another precision
+def restore_counters(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Restore the engine's counters and loss scale, once all ranks have filled all fragments."""
+    engine.after_load(checkpoint.index["optimizer_steps"])
+    loss_scale = checkpoint.index["loss_scale"]  # None if the run was in another precision
     if engine.loss_scaler is not None and loss_scale is not None:
         engine.loss_scaler.restore(loss_scale)
 
@@ -57,13 +56,12 @@ def restore_counters(engine: Engine, found: Checkpoint) -> None:
 class FragmentReader:
     """Random access to the stored elements of every parameter, over the files of all ranks.
 
-    A file is opened when the first of its elements is read; `opened_ranks` are those whose files
-    are.
+    A file is opened when the first of its elements is read.
     """
 
-    def __init__(self, found: Checkpoint) -> None:
-        self._directory = found.directory
-        self._pieces = found.pieces
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._directory = checkpoint.directory
+        self._pieces = checkpoint.pieces
         self._stack = ExitStack()
         self._handles: dict[int, Any] = {}
 
@@ -111,49 +109,49 @@ class FragmentReader:
         return self._handles[rank]
 
 
-def load_weights(module: torch.nn.Module, found: Checkpoint, ema: bool = False) -> None:
+def load_weights(module: torch.nn.Module, checkpoint: Checkpoint, ema: bool = False) -> None:
     """Copy the fp32 master weights, or their EMA, into a whole module on one process.
 
     Raises CheckpointError if names or shapes differ, or if the run kept no EMA.
     """
-    with FragmentReader(found) as reader, torch.no_grad():
+    with FragmentReader(checkpoint) as reader, torch.no_grad():
         if ema and EMA not in {kind for _, kind in reader.pieces()}:
             raise CheckpointError(
-                f"{found.directory}: found no EMA; train with optim.ema_decay above 0"
+                f"{checkpoint.directory}: found no EMA; train with optim.ema_decay above 0"
             )
         parameters = dict(module.named_parameters())
-        if odd := sorted(parameters.keys() ^ found.pieces.keys()):
+        if odd := sorted(parameters.keys() ^ checkpoint.pieces.keys()):
             raise CheckpointError(
-                f"{found.directory}: parameters differ from the model's: {', '.join(odd[:5])}"
+                f"{checkpoint.directory}: parameters differ from the model's: {', '.join(odd[:5])}"
             )
         for name, parameter in parameters.items():
-            if (count := found.pieces[name].num_elements) != parameter.numel():
+            if (count := checkpoint.pieces[name].num_elements) != parameter.numel():
                 raise CheckpointError(
-                    f"{found.directory}: found {count} elements of {name}, "
+                    f"{checkpoint.directory}: found {count} elements of {name}, "
                     f"expected {parameter.numel()}"
                 )
             whole = reader.whole(name, EMA if ema else "weight")
             parameter.copy_(whole.view_as(parameter))
 
 
-def load_cursor(found: Checkpoint) -> LaneCursor:
+def load_cursor(checkpoint: Checkpoint) -> LaneCursor:
     """Return the cursor of all lanes from the ranks' reports."""
-    reports = [report for report in found.rank_reports if report["num_lanes"]]
+    reports = [report for report in checkpoint.rank_reports if report["num_lanes"]]
     return LaneCursor.join([LaneCursor.from_tree(report["cursor"]) for report in reports])
 
 
-def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
+def load_memory(checkpoint: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
     """Return the memories of the lanes, from the ranks that had them, by the names of their parts.
 
     None if they were empty.
     """
     parts = []
-    for rank, report in enumerate(found.rank_reports):
+    for rank, report in enumerate(checkpoint.rank_reports):
         low = max(lanes.start, report["first_lane"])
         high = min(lanes.stop, report["first_lane"] + report["num_lanes"])
         if low < high:
             own = slice(low - report["first_lane"], high - report["first_lane"])
-            with open_tensors(found.directory / rank_file(rank)) as handle:
+            with open_tensors(checkpoint.directory / rank_file(rank)) as handle:
                 keys = [key for key in handle.keys() if key.startswith(MEMORY)]  # noqa: SIM118
                 part = {key.removeprefix(MEMORY): handle.get_slice(key)[own] for key in keys}
             parts.append(part)
@@ -161,15 +159,15 @@ def load_memory(found: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
         return None
     if any(part.keys() != parts[0].keys() for part in parts):
         raise CheckpointError(
-            f"{found.directory}: found memories of unlike parts in the ranks' files, expected the "
-            "same in all; remove this checkpoint"
+            f"{checkpoint.directory}: found memories of unlike parts in the ranks' files, expected "
+            "the same in all; remove this checkpoint"
         )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def restore_random_state(found: Checkpoint, rank: int) -> None:
+def restore_random_state(checkpoint: Checkpoint, rank: int) -> None:
     """Set the random-number state to the one that a rank has saved."""
-    with open_tensors(found.directory / rank_file(rank)) as handle:
+    with open_tensors(checkpoint.directory / rank_file(rank)) as handle:
         torch.set_rng_state(handle.get_tensor("random.cpu"))
         if torch.cuda.is_available() and "random.cuda" in handle.keys():  # noqa: SIM118
             torch.cuda.set_rng_state(handle.get_tensor("random.cuda"))

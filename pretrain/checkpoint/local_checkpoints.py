@@ -7,7 +7,8 @@ fragment that the rank holds counts as a whole parameter. So it needs no other n
 only the same rank of the same number of ranks with the same settings.
 
 A step counts if every rank has it whole, from the same start of the run, and that start still
-stands in the ledger up to that step (`History`). Otherwise all ranks use the shared checkpoint.
+stands in the ledger up to that step (`AttemptHistory`). Otherwise all ranks use the shared
+checkpoint.
 A disk that fails costs its checkpoints, and never ends a run.
 """
 
@@ -30,7 +31,7 @@ from foundation.settings import differences
 from foundation.typed_values import json_text, to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import Disk
-from pretrain.checkpoint.facts import Destination, History
+from pretrain.checkpoint.facts import AttemptHistory, Destination
 from pretrain.checkpoint.index import Checkpoint, read_index
 from pretrain.checkpoint.load import local_name
 from pretrain.checkpoint.pieces import piece_key
@@ -49,7 +50,7 @@ from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2  # the latest that all ranks have may be the one before a rank's latest
+KEPT = 2  # the latest that all ranks have may be the second latest of a rank
 RUN_FOLDER = re.compile(r"run-[0-9a-f]{12}")
 # Settings that change nothing of what a run has learned at a step.
 MAY_DIFFER = ("checkpoint", "evaluation", "metrics")
@@ -63,22 +64,24 @@ class Offer:
     problems: dict[str, str] = field(default_factory=dict)
 
     def problem_after(self, step: int) -> str:
-        """Why none of the steps after this one is of use; '' if one of them is."""
-        if any(int(each) > step for each in self.attempts):
+        """Return why no step after this one is of use; '' if one is."""
+        if any(int(later) > step for later in self.attempts):
             return ""
-        later = [problem for each, problem in self.problems.items() if int(each) > step]
+        later = [problem for number, problem in self.problems.items() if int(number) > step]
         return later[-1] if later else "has none on its node"
 
 
 class LocalCheckpoints:
-    """The local checkpoints of one start; without `checkpoint.local` there are none.
+    """The local checkpoints of one start, if `checkpoint.local` asks for them.
 
     `config` has all phases, as the user wrote it; `shared` is the disk of the other checkpoints;
-    `history` is the run's. All ranks call `offered`, `get` and `save` together. A context manager:
-    leaving it cancels a save in progress.
+    `history` is the run's. All ranks call `offered`, `get` and `save` together. Leaving the context
+    cancels a save in progress.
     """
 
-    def __init__(self, config: RunConfig, shared: Disk, world: World, history: History) -> None:
+    def __init__(
+        self, config: RunConfig, shared: Disk, world: World, history: AttemptHistory
+    ) -> None:
         self._kept, self._world = config.checkpoint, world
         self._memory_layout = MemoryLayout(config.model)
         tree = json.loads(json_text(to_tree(config)))
@@ -115,18 +118,18 @@ class LocalCheckpoints:
         if self._kept.local is None:
             return []
         self._offers = gather_values(self._offer(before), Offer)
-        common = set.intersection(*(set(each.attempts.items()) for each in self._offers))
+        common = set.intersection(*(set(offer.attempts.items()) for offer in self._offers))
         return sorted(int(step) for step, _ in common)
 
     def tell_unused(self, used: int, known: int) -> None:
-        """Say on rank 0 why no step after the `used` one is, if the run has saved one here.
+        """Log on rank 0 why no later step than the `used` one is, if the run has saved one here.
 
         `known` is the latest that the ledger has.
         """
-        disks = [each.attempts.keys() | each.problems.keys() for each in self._offers]
+        disks = [offer.attempts.keys() | offer.problems.keys() for offer in self._offers]
         latest = max([known, *(int(step) for steps in disks for step in steps)])
         if self._kept.local is not None and latest > used and self._world.is_main:
-            why = _first([each.problem_after(used) for each in self._offers])
+            why = _first_problem([offer.problem_after(used) for offer in self._offers])
             why = why or "no later step is whole on all ranks"
             using = f"step {used}, the shared one" if used else "none"
             logger.warning("local checkpoints are not used: %s; using %s", why, using)
@@ -134,18 +137,20 @@ class LocalCheckpoints:
     def get(self, step: int) -> Checkpoint:
         """Return this rank's part of the step, if all ranks verify theirs. A collective."""
         assert self._disk is not None
-        start, problem, found = time.monotonic(), "", None
+        start, problem, checkpoint = time.monotonic(), "", None
         try:
-            found = self._disk.get(step)
+            checkpoint = self._disk.get(step)
         except CheckpointError as error:
             problem = str(error)
         problems = gather_values(problem, str)
-        if found is None or any(problems):
-            raise CheckpointError(_first(problems))
+        if checkpoint is None or any(problems):
+            raise CheckpointError(_first_problem(problems))
         if self._world.is_main:
-            what = "resuming from the local checkpoints of step %d in %s, verified in %.1f s"
-            logger.info(what, step, self._disk.root.parent, time.monotonic() - start)
-        return replace(found, is_local=True)
+            logger.info(
+                "resuming from the local checkpoints of step %d in %s, verified in %.1f s",
+                step, self._disk.root.parent, time.monotonic() - start,
+            )  # fmt: skip
+        return replace(checkpoint, is_local=True)
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is one to save here."""
@@ -170,8 +175,9 @@ class LocalCheckpoints:
         }
         rank_file = RankFile.of(pieces, state, self._memory_layout)
         require_finite(engine, state.step, rank_file.tensors)
-        rank, world_size = self._world.rank, self._world.world_size
-        local = {"attempt": disk.attempt, "rank": rank, "world_size": world_size}
+        local = {
+            "attempt": disk.attempt, "rank": self._world.rank, "world_size": self._world.world_size
+        }  # fmt: skip
         index = new_index(disk.run_id, self._config, engine, state, local=local)
         try:
             disk.prepare(state.step, rank_file.layout.file_bytes)
@@ -181,15 +187,8 @@ class LocalCheckpoints:
         assert state.cursor is not None
         lanes, cursor = len(state.cursor.lanes), state.cursor.to_tree()
         report = {"first_lane": 0, "num_lanes": lanes, "cursor": cursor}
-        self._save = Save(
-            disk,
-            rank_file,
-            index,
-            report,
-            RankReports("", rank=0, num_ranks=1),
-            self._buffer,
-            then=partial(_prune, disk, state.step),
-        )
+        reports, then = RankReports("", rank=0, num_ranks=1), partial(_prune, disk, state.step)
+        self._save = Save(disk, rank_file, index, report, reports, self._buffer, then)
         self._saver.add(self._save.run)
         if not self._kept.asynchronous:
             self._finish()
@@ -221,7 +220,7 @@ class LocalCheckpoints:
         problems = gather_values(problem, str)
         if any(problems):
             if self._world.is_main:
-                logger.warning("no local checkpoints: %s", _first(problems))
+                logger.warning("no local checkpoints: %s", _first_problem(problems))
             return None
         return disk
 
@@ -240,7 +239,7 @@ class LocalCheckpoints:
         return Offer(attempts, problems)
 
     def _attempt_that_saved(self, step: int) -> str:
-        """Return it; CheckpointError if this rank cannot resume from the step."""
+        """Return the attempt; CheckpointError if this rank cannot resume from the step."""
         assert self._disk is not None
         index = read_index(files.step_directory(self._disk.root, step)).index
         match index.get("local"):
@@ -284,7 +283,7 @@ def _prune(disk: Disk, published: int) -> None:
     files.prune(disk.root, disk.steps(), KEPT)
 
 
-def _first(problems: list[str]) -> str:
-    """The first rank's problem, with its number; '' if there is none."""
-    found = ((rank, problem) for rank, problem in enumerate(problems) if problem)
-    return next((f"rank {rank}: {problem}" for rank, problem in found), "")
+def _first_problem(problems: list[str]) -> str:
+    """Return the first problem with its rank; '' without problems."""
+    named = (f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+    return next(named, "")

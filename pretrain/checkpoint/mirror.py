@@ -2,8 +2,8 @@
 
 An upload is a `Transfer` as a save is: each rank puts its share of a published checkpoint into the
 store, in a thread, and reports; then rank 0 uploads what makes it count. No step waits for a store.
-If any rank fails, the upload has failed; after a pause the latest checkpoint is uploaded, of which
-the store may have some files already.
+If any rank fails, the upload has failed. After a pause the latest checkpoint is uploaded; the store
+may have some of its files already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foundation.files import Content, content_of, write_text
 from foundation.retry import Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import Check, Disk
-from pretrain.checkpoint.facts import History
+from pretrain.checkpoint.facts import AttemptHistory
 from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.object_store import (
     MIRROR_INDEX,
@@ -40,6 +40,9 @@ from pretrain.distributed.world import World
 
 logger = logging.getLogger(__name__)
 
+FINISH_SECONDS = 60.0  # that a run which ends or stops waits for its last upload
+FINISH_POLL_SECONDS = 0.1
+
 
 class Publication:
     """Rank 0's part: run files, index and marker of a checkpoint, mirror.json, then deletions.
@@ -55,7 +58,7 @@ class Publication:
         disk: Disk,
         resumed_step: int,
         kept: CheckpointConfig,
-        history: History | None = None,
+        history: AttemptHistory | None = None,
     ) -> None:
         self._store, self._disk, self._resumed_step, self._kept = store, disk, resumed_step, kept
         self._history = history
@@ -68,27 +71,27 @@ class Publication:
         Raises CheckpointError if another run has written it.
         """
         try:
-            found = self._store.index()
+            index = self._store.index()
         except NotFetchedError as error:
             if not error.is_absent:
                 raise
             return None
-        if found.run != self._disk.run_id:
+        if index.run != self._disk.run_id:
             raise CheckpointError(
-                f"{self._store.url} holds run {found.run}, expected run {self._disk.run_id}; "
+                f"{self._store.url} holds run {index.run}, expected run {self._disk.run_id}; "
                 "choose another checkpoint.mirror, or remove what is there"
             )
-        return found
+        return index
 
     def publish(self, directory: Path, check: Check) -> None:
         """Make the checkpoint count, once all ranks have uploaded their files."""
-        found = self.read()
+        index = self.read()
         if (stored := self._index) is None:
             # A lost mirror.json takes no checkpoint with it that is whole in the store.
-            found = found or self._store.rebuilt_index(self._disk.run_id)
+            index = index or self._store.rebuilt_index(self._disk.run_id)
             if self._history is not None:
-                self._refuse_newer(found, self._history)
-            stored = found.until(self._resumed_step)
+                self._refuse_newer(index, self._history)
+            stored = index.until(self._resumed_step)
         new = StoredCheckpoint.of(directory)
         if not stored.has(new):
             run_files = {}
@@ -109,17 +112,17 @@ class Publication:
         self._index = stored
         self._delete(stored, check)
 
-    def _refuse_newer(self, found: MirrorIndex, history: History) -> None:
+    def _refuse_newer(self, index: MirrorIndex, history: AttemptHistory) -> None:
         """Raise CheckpointError if the store has a later step that is not undone.
 
         The start would have taken it, had it known: the store was away, or another start uses it.
         """
-        for each in found.checkpoints:
-            if each.step > self._resumed_step:
-                attempt = self._store.read_index(found, each.step).attempt
-                if history.stands(each.step, attempt):
+        for step in (checkpoint.step for checkpoint in index.checkpoints):
+            if step > self._resumed_step:
+                attempt = self._store.read_index(index, step).attempt
+                if history.stands(step, attempt):
                     raise CheckpointError(
-                        f"{self._store.url} has step {each.step} of this run, which resumed from "
+                        f"{self._store.url} has step {step} of this run, which resumed from "
                         f"step {self._resumed_step}; nothing is removed there: stop it and start "
                         f"it again, with --from-step {self._resumed_step} to give that step up"
                     )
@@ -148,12 +151,8 @@ class Publication:
             self._is_deletion_logged = True
 
 
-FINISH_SECONDS = 60.0  # of a run that ends or stops, for its last upload
-FINISH_POLL_SECONDS = 0.1
-
-
 def mirror_url(run: RunConfig) -> str:
-    """The URL of the run's mirror; '' if it has none."""
+    """Return the URL of the run's mirror; '' if it has none."""
     base = run.checkpoint.mirror.rstrip("/")
     return f"{base}/{run.name}" if base else ""
 
@@ -183,11 +182,11 @@ class Upload(Transfer):
 class Mirror:
     """Uploads checkpoints of one start of a run. All ranks call `agree` and `finish` together.
 
-    They are those of `disk`, up to `saved_step`, which a start from the nodes' disks is after. The
-    store has `uploaded_step`, or nothing (0), as the run resumes from `resumed_step`; `history` is
-    as in `Publication`. `note` is told, on rank 0, the seconds that the upload of a step took, or
-    why the step is not in the store. A context manager: leaving it cancels an upload in progress,
-    which the next start continues. Nothing here raises what a store does.
+    The checkpoints are on `disk`, up to `saved_step`, also where a start resumes from later local
+    ones. The store has `uploaded_step` (0: nothing) when the run resumes from
+    `resumed_step`; `history` is as in `Publication`. Rank 0 passes to `note` the seconds that the
+    upload of a step took, or why the step is not in the store. Leaving the context cancels an
+    upload in progress, which the next start continues. No error of a store is raised.
     """
 
     def __init__(
@@ -198,14 +197,14 @@ class Mirror:
         resumed_step: int,
         uploaded_step: int,
         note: Callable[[int, float | str], None],
-        history: History | None = None,
+        history: AttemptHistory | None = None,
         saved_step: int | None = None,
     ) -> None:
         self.url, self._settings = mirror_url(config), config.checkpoint
         self._disk, self._world, self._note_step = disk, world, note
         self._stored_step = uploaded_step
         self._last_step = resumed_step if saved_step is None else saved_step
-        self._upload: Upload | None = None  # on rank 0: that is in progress
+        self._upload: Upload | None = None  # in progress, on rank 0
         self._uploads = 0  # that were started
         self._failure = ""  # of the last upload
         if self.url:
@@ -232,20 +231,17 @@ class Mirror:
         return () if self._upload is None else (self._upload.step,)
 
     def is_due(self, published_step: int) -> bool:
-        """Whether the checkpoint of this step is to be uploaded now, which rank 0 decides.
-
-        `published_step` is 0 where the rank does not know of a published one.
-        """
+        """Return whether rank 0 wants the checkpoint of this step (0: none) uploaded now."""
         if not self._lacks(published_step) or self._upload is not None:
             return False
         return not self._failure or self._outage.is_due
 
     def _lacks(self, step: int) -> bool:
-        """Whether the store has another step than this one, as far as rank 0 knows."""
+        """Return whether the store lacks this step, as far as rank 0 knows."""
         return bool(self.url) and self._world.is_main and step not in (0, self._stored_step)
 
     def agree(self, is_due: bool, last_step: int) -> None:
-        """Upload the last save, that of `last_step`, if rank 0 has found that it `is_due`."""
+        """Upload the last save, of `last_step`, if rank 0 has decided that it `is_due`."""
         if not self.url:
             return
         self._last_step = last_step
@@ -263,7 +259,7 @@ class Mirror:
             self._store,
             self._publication,
         )
-        self._worker.add(self._upload.run)  # after the one before: two would write the same files
+        self._worker.add(self._upload.run)  # after the previous one: two would write the same files
 
     def _note(self) -> None:
         """Note what has become of the upload, and the first of failures in a row."""
@@ -309,5 +305,6 @@ class Mirror:
             failure = f" ({self._failure})" if self._failure else ""
             reason = f"not uploaded when the run ended{failure}"
             self._note_step(step, reason)
-            what = "the checkpoint of step %d is not in %s: %s; it is on disk"
-            logger.warning(what, step, self.url, reason)
+            logger.warning(
+                "the checkpoint of step %d is not in %s: %s; it is on disk", step, self.url, reason
+            )

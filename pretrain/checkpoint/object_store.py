@@ -19,24 +19,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated
 
-from data_pipeline.corpora.fetch import (
-    NotFetchedError,
-    fetch_file,
-    in_parallel,
-)
+from data_pipeline.corpora.fetch import NotFetchedError, fetch_file, in_parallel
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.corpora.web_requests import RetryPolicy
 from data_pipeline.corpora.writable_store import WritableStore, size_problem
 from foundation.errors import CheckpointError, shown
 from foundation.files import Content, content_of, move, read_regular, write_text
 from foundation.paths import path_below
-from foundation.typed_values import (
-    Line,
-    between,
-    from_json,
-    json_text,
-    parse_json,
-)
+from foundation.typed_values import Line, between, from_json, json_text, parse_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import Check
 from pretrain.checkpoint.index import Checkpoint, read_index
@@ -71,7 +61,7 @@ class StoredCheckpoint:
 
     @classmethod
     def of(cls, directory: Path) -> StoredCheckpoint:
-        """The one in a directory, as a store names it, without the run's files."""
+        """Return the checkpoint in a directory, as a store names it, without the run's files."""
         step = int(directory.name.removeprefix("step-"))
         return cls(step, content_of(directory / files.INDEX))
 
@@ -107,56 +97,51 @@ class MirrorIndex:
             raise CheckpointError(f"{where}: found no index of a mirror ({error})") from None
 
     def to_bytes(self) -> bytes:
-        """As `parse` reads it back; equal indexes give equal bytes."""
+        """Return what `parse` reads back; equal indexes give equal bytes."""
         checkpoints = [
             {
-                "step": each.step,
+                "step": stored.step,
                 "files": {
                     name: vars(content)
-                    for name, content in {files.INDEX: each.index, **each.run_files}.items()
+                    for name, content in {files.INDEX: stored.index, **stored.run_files}.items()
                 },
             }
-            for each in self.checkpoints
+            for stored in self.checkpoints
         ]
         tree = {"format": MIRROR_FORMAT, "run": self.run, "checkpoints": checkpoints}
         return (json_text(tree, indent=1, sort_keys=True) + "\n").encode()
 
     def of(self, step: int) -> StoredCheckpoint:
-        """The checkpoint of a step that it lists."""
-        return next(each for each in self.checkpoints if each.step == step)
+        """Return the checkpoint of a step that it lists."""
+        return next(stored for stored in self.checkpoints if stored.step == step)
 
     def has(self, new: StoredCheckpoint) -> bool:
-        """Whether it lists the checkpoint, and not an earlier try of its step."""
-        return new.folder in [each.folder for each in self.checkpoints]
+        """Return whether it lists the checkpoint, not an earlier try of its step."""
+        return new.folder in [stored.folder for stored in self.checkpoints]
 
     def until(self, step: int) -> MirrorIndex:
-        """Return the index without checkpoints after the one that a start resumes from.
-
-        They belong to steps that are made again: a rewind, or an older disk, left them.
-        """
-        return MirrorIndex(self.run, tuple(each for each in self.checkpoints if each.step <= step))
+        """Return the index without later checkpoints: their steps are made again."""
+        return MirrorIndex(
+            self.run, tuple(stored for stored in self.checkpoints if stored.step <= step)
+        )
 
     def adding(
         self, new: StoredCheckpoint, on_disk: Collection[int], kept: CheckpointConfig
     ) -> MirrorIndex:
-        """Return the index with the new checkpoint, and without what the run does not keep.
-
-        What is still on disk is kept, too.
-        """
-        by_step = {each.step: each for each in self.checkpoints} | {new.step: new}
+        """Return the index with the new checkpoint and what the run keeps, or still has on disk."""
+        by_step = {stored.step: stored for stored in self.checkpoints} | {new.step: new}
         steps = sorted(by_step)
         old = files.steps_to_prune(steps, steps, kept.keep_last, kept.keep_every, on_disk)
-        left = [by_step[step] for step in steps if step not in old]
-        return MirrorIndex(self.run, tuple(left))
+        return MirrorIndex(self.run, tuple(by_step[step] for step in steps if step not in old))
 
     def unnamed(self, names: Sequence[str]) -> list[str]:
-        """Return the objects in folders of steps that it does not name.
+        """Return the objects in folders of steps that it does not name, up to the last it does.
 
-        Also what interrupted uploads left, but for later steps than the last one named: those may
-        be being uploaded. Nothing else under the URL is ever deleted.
+        Interrupted uploads leave some; later ones may be in progress. Nothing else under the URL is
+        ever deleted.
         """
-        kept = {each.folder for each in self.checkpoints}
-        last = max((each.step for each in self.checkpoints), default=-1)
+        kept = {stored.folder for stored in self.checkpoints}
+        last = max((stored.step for stored in self.checkpoints), default=-1)
         matches = filter(None, map(_IN_A_STEP.fullmatch, names))
         return [match[0] for match in matches if match[1] not in kept and int(match[2]) <= last]
 
@@ -196,7 +181,7 @@ class ObjectStore:
         self._policy = retry_policy or RetryPolicy()
 
     def index(self) -> MirrorIndex:
-        """Return mirror.json; NotFetchedError if there is none."""
+        """Return mirror.json; NotFetchedError without one."""
         check, path = partial(size_problem, most=LARGEST_ROOT_BYTES), self.scratch / MIRROR_INDEX
         store = store_at(self.url, self._policy)
         fetch_file(store, MIRROR_INDEX, path, self.scratch, check, LARGEST_ROOT_BYTES)
@@ -241,29 +226,29 @@ class ObjectStore:
         What is there already from an interrupted call is not fetched again. DataError if the store
         does not answer.
         """
-        found, checkpoint = index.of(step), self.read_index(index, step)
+        stored, checkpoint = index.of(step), self.read_index(index, step)
         files.require_space(self.scratch, checkpoint.num_bytes)
         if with_run:
-            for name, content in found.run_files.items():
-                self._fetch(found.folder, name, self.scratch, content)
+            for name, content in stored.run_files.items():
+                self._fetch(stored.folder, name, self.scratch, content)
         target = checkpoint.directory
 
         def fetch(name: str) -> None:
-            self._fetch(found.folder, name, target, checkpoint.files[name])
+            self._fetch(stored.folder, name, target, checkpoint.files[name])
 
         in_parallel(fetch, sorted(checkpoint.files), f"step {step}", logger.info)
         return verify(target, index.run)
 
     def read_index(self, index: MirrorIndex, step: int) -> Checkpoint:
         """Fetch what a checkpoint's own index says, without its files."""
-        found, target = index.of(step), files.step_directory(self.scratch, step)
+        stored, target = index.of(step), files.step_directory(self.scratch, step)
         target.mkdir(parents=True, exist_ok=True)
-        self._fetch(found.folder, files.INDEX, target, found.index)
-        write_text(target / files.MARKER, f"{found.index.sha256}\n")
+        self._fetch(stored.folder, files.INDEX, target, stored.index)
+        write_text(target / files.MARKER, f"{stored.index.sha256}\n")
         return read_index(target, index.run)
 
     def bring(self, index: MirrorIndex, step: int, root: Path) -> None:
-        """Fetch a checkpoint into the run directory's `root`, in place of a damaged one."""
+        """Fetch a checkpoint into the run directory's `root`, where it replaces a damaged one."""
         checkpoint, final = self.get(index, step, with_run=False), files.step_directory(root, step)
         if final.exists():
             files.remove(final)
@@ -271,8 +256,7 @@ class ObjectStore:
         logger.info("fetched step %d from %s", step, self.url)
 
     def _fetch(self, folder: str, name: str, directory: Path, content: Content) -> None:
-        """Fetch a file of known content, unless it is there; CheckpointError if the store has
-        another."""
+        """Fetch a file unless it is there; CheckpointError if the store has other content."""
         path = path_below(directory, name)
         if path.is_file() and content.mismatch(path) is None:
             return

@@ -21,11 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foundation.errors import (
-    CheckpointError,
-    UnreadableError,
-    shown,
-)
+from foundation.errors import CheckpointError, UnreadableError, shown
 from foundation.typed_values import LARGEST_INTEGER, Count, Positive, from_tree
 
 _KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")
@@ -55,7 +51,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterPieces:
-    """Where a parameter is: the same pieces for each of its kinds (weight, moments, EMA)."""
+    """The pieces of a parameter, the same for each of its kinds (weight, moments, EMA)."""
 
     kinds: tuple[str, ...]
     runs: tuple[PieceRun, ...]
@@ -96,8 +92,8 @@ def piece_report(elements: Mapping[str, int], rank: int) -> dict[str, Any]:
         pieces.append((int(match[2]) - rank * count, count))
     report = {}
     for parameter, by_kind in kinds.items():
-        (pieces,) = {tuple(sorted(each)) for each in by_kind.values()}
-        report[parameter] = {"kinds": sorted(by_kind), "pieces": [list(each) for each in pieces]}
+        (pieces,) = {tuple(sorted(of_kind)) for of_kind in by_kind.values()}
+        report[parameter] = {"kinds": sorted(by_kind), "pieces": [list(piece) for piece in pieces]}
     return report
 
 
@@ -116,21 +112,21 @@ def merged_pieces(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             )
         rank += ranks
     return {
-        name: {"kinds": kinds[name], "runs": [list(run) for run in _joined(each)]}
-        for name, each in runs.items()
+        name: {"kinds": kinds[name], "runs": [list(run) for run in _joined(unjoined)]}
+        for name, unjoined in runs.items()
     }
 
 
 def _joined(runs: list[PieceRun]) -> list[PieceRun]:
-    """Return the runs in order of their starts, those that continue each other as one."""
-    found: list[PieceRun] = []
-    for run in sorted(runs, key=lambda each: each.start):
-        last = found[-1] if found else None
+    """Return the runs in order of their starts, joined where they continue each other."""
+    joined: list[PieceRun] = []
+    for run in sorted(runs, key=lambda run: run.start):
+        last = joined[-1] if joined else None
         if last and (last.rank + last.ranks, last.end, last.elements) == run[:3]:
-            found[-1] = last._replace(ranks=last.ranks + run.ranks)
+            joined[-1] = last._replace(ranks=last.ranks + run.ranks)
         else:
-            found.append(run)
-    return found
+            joined.append(run)
+    return joined
 
 
 def parsed_pieces(index: Mapping[str, Any], world_size: int) -> Pieces:
@@ -165,7 +161,7 @@ def rank_elements(pieces: Pieces, rank: int) -> dict[str, int]:
 
 
 def require_pieces(path: Path, expected: Mapping[str, int]) -> None:
-    """Raise CheckpointError unless the file has these pieces, each with so many elements.
+    """Raise CheckpointError unless the file has these pieces with their numbers of elements.
 
     The rest of the file, memories and random-number state, is checked when it is read.
     """
@@ -183,7 +179,7 @@ def require_pieces(path: Path, expected: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
-    """Open a file of tensors; CheckpointError if it is none, or lacks what the block reads.
+    """Open a file of tensors; CheckpointError unless it has what the block reads.
 
     UnreadableError if it cannot be read.
     """

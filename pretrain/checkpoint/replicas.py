@@ -2,10 +2,10 @@
 
 Before every save all ranks compare what each of them holds whole (everything under ZeRO 0, and the
 weights that the model computes with below stage 3). It is the same bit for bit, as long as all
-compute correctly. A rank that drifts spoils the others' gradients, and a checkpoint, to which each
-rank adds a part, would mix two models.
+compute correctly. A rank that drifts spoils the others' gradients; and a checkpoint, to which each
+rank adds its part, would mix two models.
 
-A checkpoint with NaN or inf is none: every update after it would be skipped. So each rank also
+A checkpoint with NaN or inf is useless: every update after it would be skipped. So each rank also
 looks at the values that it is about to write, or has just read.
 """
 
@@ -68,12 +68,12 @@ def replicated_values(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield name, weight
 
 
-def odd_ranks(found: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks that differ from what most ranks have; all if no value is the commonest."""
-    by_count = Counter(map(tuple, found)).most_common(2)
+def odd_ranks(values_R: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks that differ from the majority; all if no value is the commonest."""
+    by_count = Counter(map(tuple, values_R)).most_common(2)
     if len(by_count) > 1 and by_count[0][1] == by_count[1][1]:
-        return list(range(len(found)))
-    return [rank for rank, values in enumerate(found) if tuple(values) != by_count[0][0]]
+        return list(range(len(values_R)))
+    return [rank for rank, values in enumerate(values_R) if tuple(values) != by_count[0][0]]
 
 
 def _difference(step: int, ranks: list[int], names: list[str]) -> str:
@@ -124,8 +124,8 @@ def require_finite(engine: Engine, step: int, tensors: SplitTensors) -> None:
 def non_finite_name(engine: Engine, tensors: SplitTensors) -> str:
     """Return which of the tensors of a checkpoint's file has NaN or inf; '' if none has.
 
-    A weight also has when it is too large for the type in which the model computes. Reads every
-    value once, and waits for the device once.
+    So does a weight that is too large for the type that the model computes with. Reads every value
+    once, and waits for the device once.
     """
     computes_in = next(engine.module.parameters()).dtype
     names, extremes = [], []
@@ -140,5 +140,6 @@ def non_finite_name(engine: Engine, tensors: SplitTensors) -> str:
             extremes.append((ends.to(computes_in) if kind in ("weight", EMA) else ends).double())
     if not extremes:
         return ""
-    are_finite = torch.stack([each.to(extremes[0].device) for each in extremes]).isfinite().all(1)
+    device = extremes[0].device
+    are_finite = torch.stack([ends.to(device) for ends in extremes]).isfinite().all(1)
     return next((name for name, ok in zip(names, are_finite.tolist(), strict=True) if not ok), "")

@@ -1,8 +1,8 @@
 """What a start resumes from: all ranks look at the run directory, the nodes' disks and the stores.
 
-Rank 0 lists what is there and asks `choose` (`facts.py`); all ranks verify its choice together,
-each its share of the files. If any of them refuses it, rank 0 notes why and asks again. What only a
-store has is first brought into the run directory, so there is one way to resume.
+Rank 0 lists what is there and asks `choose_candidate` (`facts.py`); all ranks verify its choice
+together, each its share of the files. If any of them rejects it, rank 0 notes why and asks again.
+What only a store has is first brought into the run directory, so there is one way to resume.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from foundation.errors import (
 from foundation.files import make_directory
 from foundation.retry import WAITS, Outage, Patience, StorageError
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusal, choose, newest
+from pretrain.checkpoint.facts import (
+    Candidate,
+    Destination,
+    Fact,
+    Past,
+    Refusal,
+    choose_candidate,
+    newest,
+)
 from pretrain.checkpoint.index import Checkpoint, read_index
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.object_store import SCRATCH, MirrorIndex, ObjectStore
@@ -66,11 +74,10 @@ def find_resume_point(
 ) -> Checkpoint | None:
     """Return the latest whole checkpoint (of a step below `before`); None to start from scratch.
 
-    Rank 0 reads the index for all; each rank hashes its share of the files. A checkpoint is refused
-    on all ranks if one of them refuses it; it is named, and remembered (`note_refusal`). Those
-    that have `failed` a moment ago are not tried again.
-    CheckpointError, on all ranks, where `choose` refuses; where storage fails, only after the
-    `patience`.
+    Rank 0 reads the index for all; each rank hashes its share of the files. A checkpoint that one
+    rank rejects is rejected on all, logged, and gets a note (`note_refusal`). Candidates that have
+    `failed` a moment ago are not tried again. CheckpointError on all ranks where there is nothing
+    to resume from; where storage fails, only after the `patience`.
     """
     patience = patience or Patience()
     outage = Outage(patience)
@@ -78,9 +85,11 @@ def find_resume_point(
     while True:
         look = _Look(root, world, run_id, before, patience, past, local)
         try:
-            found = look.find(failed)
+            checkpoint = look.find(failed)
         except UnreadableError as error:
-            problem = next((each.problem for each in look.refused), str(error))  # on rank 0
+            problem = next(
+                (candidate.problem for candidate in look.refused), str(error)
+            )  # on rank 0
             outage.failed(problem, WAITS, "check the disk or file server")
             if broadcast_value(outage.is_over_patience, bool):  # rank 0's clock decides
                 look.report()
@@ -92,9 +101,9 @@ def find_resume_point(
             raise
         else:
             outage.ended()
-            look.report(found)
-            look.settle(found)
-            return found
+            look.report(checkpoint)
+            look.settle(checkpoint)
+            return checkpoint
 
 
 @dataclass
@@ -116,7 +125,8 @@ class _Look:
     def refused(self) -> list[Candidate]:
         """The candidates with problems, the latest first (rank 0)."""
         return sorted(
-            (each for each in self.candidates if each.problem), key=lambda each: -each.step
+            (candidate for candidate in self.candidates if candidate.problem),
+            key=lambda candidate: -candidate.step,
         )
 
     def find(self, failed: Collection[Candidate]) -> Checkpoint | None:
@@ -124,7 +134,7 @@ class _Look:
         self.facts = list(self.past.facts) if self.before is None else []
         self._list(failed)
         while True:
-            choice = choose(self.facts, self.candidates, self.past.asked)
+            choice = choose_candidate(self.facts, self.candidates, self.past.asked)
             choice = broadcast_value(choice, Candidate | Refusal | None)  # rank 0's
             if isinstance(choice, Refusal):
                 raise (UnreadableError if choice.may_pass else CheckpointError)(choice.sentence)
@@ -135,13 +145,11 @@ class _Look:
             except OtherVersionError:
                 raise  # no damage: nothing older replaces it
             except UndoneError:
-                self.candidates = [each for each in self.candidates if each != candidate]
+                self.candidates.remove(candidate)
             except CheckpointError as error:
                 may_pass = isinstance(error, UnreadableError)
                 refused = replace(candidate, problem=str(error), may_pass=may_pass)
-                self.candidates = [
-                    refused if each == candidate else each for each in self.candidates
-                ]
+                self.candidates[self.candidates.index(candidate)] = refused
 
     # --------------------------------------------------------------------------- what is there
 
@@ -161,10 +169,17 @@ class _Look:
             self._add(local, Destination.NODES, Destination.NODES.value)
             for url in self.past.stores:
                 self._list_store(url)
-            problems = {(each.step, each.destination): each.problem for each in failed}
+            problems = {
+                (candidate.step, candidate.destination): candidate.problem for candidate in failed
+            }
             self.candidates = [
-                replace(each, problem=problems.get((each.step, each.destination), each.problem))
-                for each in self.candidates
+                replace(
+                    candidate,
+                    problem=problems.get(
+                        (candidate.step, candidate.destination), candidate.problem
+                    ),
+                )
+                for candidate in self.candidates
             ]
 
     def _add(self, steps: Sequence[int], destination: Destination, where: str) -> None:
@@ -184,7 +199,7 @@ class _Look:
             if index.run != self.run_id:
                 return  # nothing is uploaded there, either
             steps = []
-            for step in (each.step for each in index.checkpoints):
+            for step in (candidate.step for candidate in index.checkpoints):
                 later = step > least and self.before is None and self.past.asked is None
                 if not later or self._is_fact(store, index, step):
                     steps.append(step)
@@ -203,9 +218,9 @@ class _Look:
         self._add(steps, Destination.STORE, url)
 
     def _is_fact(self, store: ObjectStore, index: MirrorIndex, step: int) -> bool:
-        """Whether a step of the store, later than what the ledger knows, may be resumed from.
+        """Return whether a step of the store that is unknown to the ledger may be resumed from.
 
-        If not because the ledger lacks the start that saved it, that is a fact all the same.
+        If the ledger lacks the start that saved it, the step is a fact all the same.
         """
         history = self.past.history
         try:
@@ -240,20 +255,22 @@ class _Look:
         directory, start = files.step_directory(self.root, candidate.step), time.monotonic()
 
         def index() -> dict[str, Any]:
-            found = read_index(directory, self.run_id)
-            if not self.past.history.stands(found.step, found.attempt):
+            read = read_index(directory, self.run_id)
+            if not self.past.history.stands(read.step, read.attempt):
                 raise UndoneError(f"{directory}: {UNDONE}")
-            return found.index
+            return read.index
 
-        found = Checkpoint(directory, read_on_main(self.world, index, dict[str, Any]))
+        checkpoint = Checkpoint(directory, read_on_main(self.world, index, dict[str, Any]))
         with raise_on_all_ranks():
-            check_share(found, self.world.rank, self.world.world_size)
+            check_share(checkpoint, self.world.rank, self.world.world_size)
         if self.world.is_main:
             note_refusal(directory, refused="")
-            what = "resuming from %s, verified in %.1f s (%s MiB by %s)"
-            size, ranks = f"{found.num_bytes / 2**20:,.1f}", counted(self.world.world_size, "rank")
-            logger.info(what, directory, time.monotonic() - start, size, ranks)
-        return found
+            size = f"{checkpoint.num_bytes / 2**20:,.1f}"
+            logger.info(
+                "resuming from %s, verified in %.1f s (%s MiB by %s)",
+                directory, time.monotonic() - start, size, counted(self.world.world_size, "rank"),
+            )  # fmt: skip
+        return checkpoint
 
     def _stands(self, directory: Path) -> bool:
         checkpoint = read_index(directory, self.run_id)
@@ -294,25 +311,27 @@ class _Look:
 
     # ------------------------------------------------------------------------------------ words
 
-    def report(self, found: Checkpoint | None = None) -> None:
-        """Name what was refused and what is used instead; remember what is on disk."""
+    def report(self, checkpoint: Checkpoint | None = None) -> None:
+        """Log what was rejected and what is used instead; note it in what is on disk."""
         if not self.world.is_main:
             return
-        for each in self.refused:
-            is_repaired = found is not None and found.step == each.step
-            if each.destination is Destination.RUN_DIRECTORY and not is_repaired:
-                directory = files.step_directory(self.root, each.step)
-                refuse(directory, each.problem, step_name(found), self.world)
-            elif each.destination is Destination.NODES:
-                what = "local checkpoints of step %d are not used: %s"
-                logger.warning(what, each.step, each.problem)
-            elif not each.may_pass:
-                logger.warning("%s", rejection(each.problem, step_name(found)))
+        for candidate in self.refused:
+            is_repaired = checkpoint is not None and checkpoint.step == candidate.step
+            if candidate.destination is Destination.RUN_DIRECTORY and not is_repaired:
+                directory = files.step_directory(self.root, candidate.step)
+                refuse(directory, candidate.problem, step_name(checkpoint), self.world)
+            elif candidate.destination is Destination.NODES:
+                logger.warning(
+                    "local checkpoints of step %d are not used: %s",
+                    candidate.step,
+                    candidate.problem,
+                )
+            elif not candidate.may_pass:
+                logger.warning("%s", rejection(candidate.problem, step_name(checkpoint)))
 
-    def settle(self, found: Checkpoint | None) -> None:
-        """Let what is later than the start's step count for nothing; a save of this start replaces
-        it."""
-        step = found.step if found is not None else 0
+    def settle(self, checkpoint: Checkpoint | None) -> None:
+        """Let later steps than the start's count for nothing, until a save replaces them."""
+        step = checkpoint.step if checkpoint is not None else 0
         if self.world.is_main and self.before is None:
             with contextlib.suppress(CheckpointError):
                 for other in files.steps_on_disk(self.root):
@@ -328,7 +347,7 @@ class _Look:
 
 
 def refuse(directory: Path, reason: str, using: str, world: World) -> None:
-    """Name a checkpoint that is not used, and what is instead; remember it."""
+    """Log that a checkpoint is not used, and what is instead; note it there."""
     if world.is_main:
         logger.warning(rejection(reason, using))
         note_refusal(directory, reason)

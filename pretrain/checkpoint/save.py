@@ -51,7 +51,7 @@ class RankFile:
     def of(
         cls, fragments: SplitTensors, state: TrainState, memory_layout: MemoryLayout
     ) -> RankFile:
-        """The file of these fragments, of memories in lane order and the random-number state."""
+        """Return the file of fragments, memories in lane order and the random-number state."""
         memories = [memory for memory in state.memories if memory is not None]
         parts = [memory_layout.named(memory) for memory in memories]
         names = parts[0] if parts else ()
@@ -86,7 +86,7 @@ def new_index(
 ) -> dict[str, Any]:
     """Return the index without its lists, of one rank unless there is `more`.
 
-    Before the save is written, as engine and state will have changed then.
+    Called before the thread writes: engine and state change meanwhile.
     """
     return {
         "run": run_id,

@@ -26,6 +26,11 @@ from foundation.errors import CheckpointError, UserError, os_error_text, remedy_
 from foundation.typed_values import json_text
 from pretrain.engines.engine import is_out_of_memory
 
+REPORTS_POLL_SECONDS = 0.02
+FAILURE = "failure"
+_LENGTH_BYTES = 8
+Report = dict[str, Any]
+
 
 class SaveCanceled(Exception):
     """The loop canceled the save."""
@@ -60,16 +65,10 @@ class RankFailed(Exception):
         self.problem = problem
 
 
-REPORTS_POLL_SECONDS = 0.02
-FAILURE = "failure"
-_LENGTH_BYTES = 8
-Report = dict[str, Any]
-
-
 class RankReports:
-    """The reports of one transfer, which all ranks give the same `name`, unlike that of any other.
+    """The reports of one transfer; its `name` is the same on all ranks, and unique.
 
-    `store` is by default that of the ranks' process group; one rank alone has its own.
+    They go through the store of the ranks' process group by default; a single rank has its own.
     """
 
     def __init__(self, name: str, rank: int, num_ranks: int, store: Store | None = None) -> None:
@@ -92,9 +91,9 @@ class RankReports:
                 self._store.set(FAILURE, json_text(asdict(problem)))
 
     def collect(self, while_waiting: Callable[[], None]) -> list[Report]:
-        """Return the reports of all ranks, in their order (rank 0); `while_waiting` may raise.
+        """Return the reports in rank order (rank 0); RankFailed as soon as a rank posts a failure.
 
-        RankFailed as soon as one has posted a failure.
+        `while_waiting` may raise.
         """
         while self._store.add("count", 0) < self.num_ranks:
             while_waiting()
@@ -104,18 +103,18 @@ class RankReports:
         return decoded(self._store.multi_get([str(rank) for rank in range(self.num_ranks)]))
 
     def clear(self) -> None:
-        """Remove from the store what has been collected: a request for each rank (rank 0)."""
+        """Remove what has been collected from the store: a request for each rank (rank 0)."""
         for name in (*map(str, range(self.num_ranks)), "count"):
             self._store.delete_key(name)
 
 
 def encoded(report: Mapping[str, Any], pieces: Mapping[str, Any]) -> bytes:
     """Return a rank's message: report and pieces as JSON, compressed, after the report's length."""
-    own, others = (
-        zlib.compress(json_text(each, sort_keys=True).encode(), level=1)
-        for each in (report, pieces)
+    head, tail = (
+        zlib.compress(json_text(tree, sort_keys=True).encode(), level=1)
+        for tree in (report, pieces)
     )
-    return len(own).to_bytes(_LENGTH_BYTES, "little") + own + others
+    return len(head).to_bytes(_LENGTH_BYTES, "little") + head + tail
 
 
 def decoded(contents: Sequence[bytes]) -> list[Report]:
@@ -166,7 +165,7 @@ class Transfer(ABC):
             self._end()
 
     def _end(self) -> None:
-        """Also after an error: whoever waits must wake up and find it."""
+        """Wake those that wait, also after an error."""
         self._written.set()
         self._ended.set()
 
@@ -176,11 +175,11 @@ class Transfer(ABC):
 
     @property
     def problem(self) -> SaveProblem | None:
-        """Why this rank has failed, as far as it has; waits for nothing."""
+        """Why this rank has failed, if it has; does not wait."""
         return self._problem
 
     def wait(self) -> SaveProblem | None:
-        """Return when this rank's file is there and, on rank 0, all are published; else why not."""
+        """Wait until this rank's file is there and, on rank 0, all are published; else why not."""
         (self._written if self._reports.rank else self._ended).wait()
         return None if self.is_published else self._problem
 
@@ -189,11 +188,11 @@ class Transfer(ABC):
         self._canceled.set()
 
     def cancel(self) -> None:
-        """Stop it; returns when it has ended."""
+        """Stop it, and wait until it has ended."""
         self.stop()
         self._ended.wait()
 
     def check(self) -> None:
-        """Raise SaveCanceled once it is to stop."""
+        """Raise SaveCanceled if it was stopped."""
         if self._canceled.is_set():
             raise SaveCanceled

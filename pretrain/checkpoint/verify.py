@@ -23,14 +23,15 @@ from pretrain.checkpoint.directory import INDEX, REFUSED, rank_file, step_direct
 from pretrain.checkpoint.index import Checkpoint, Lease, read_index, read_whole, reading
 from pretrain.checkpoint.pieces import rank_elements, require_pieces
 
+UNDONE = "from before the run went back"  # starts the note of a step that its history left
 MOST_REFUSED_BYTES = 1 << 28  # of indexes that are read in vain for the latest step
 
 
 def rank_share(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
     """Return the numbers of the files that a rank hashes: consecutive ones, of equal bytes.
 
-    With as many ranks as saved it, a rank hashes about what it will read, so that its node has that
-    in memory by then. A file is hashed by one rank: with more ranks than files, some have nothing.
+    A rank hashes about what it will read if the ranks that saved were the same, so that its node
+    has that in memory by then. With more ranks than files, some have nothing.
     """
     total = sum(sizes) or 1
     share, before = [], 0
@@ -82,20 +83,20 @@ def verify_and_keep(directory: Path, run_id: str = "") -> Checkpoint:
         raise PrunedError(f"{directory}: pruned while it was read") from None
 
 
-def check_share(found: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
+def check_share(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
     """Read and check a rank's share of the files; CheckpointError as above.
 
     Ranks that verify together call it after one of them has read the index for all.
     """
-    sizes = [report["bytes"] for report in found.rank_reports]
+    sizes = [report["bytes"] for report in checkpoint.rank_reports]
     for number in rank_share(sizes, rank, world_size):
-        path = found.directory / rank_file(number)
-        _check_contents(path, found.files)
-        require_pieces(path, rank_elements(found.pieces, number))
+        path = checkpoint.directory / rank_file(number)
+        _check_contents(path, checkpoint.files[path.name])
+        require_pieces(path, rank_elements(checkpoint.pieces, number))
 
 
 def counts(directory: Path) -> bool:
-    """Whether marker, index and sizes are right and no start has refused the checkpoint."""
+    """Return whether marker, index and sizes are right and no start has refused the checkpoint."""
     try:
         check_sizes(directory, read_index(directory).rank_reports)
         return not (directory / REFUSED).exists()
@@ -126,66 +127,46 @@ def latest_step(root: Path, before: int | None = None) -> int:
 
 
 def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Checkpoint | None:
-    """Return the latest checkpoint that verifies and belongs to the run; None if there are none.
+    """Return the latest checkpoint that verifies and belongs to the run; None without checkpoints.
 
     `say` gets a line for each checkpoint that is skipped. Raises CheckpointError if there are
-    checkpoints and none is valid: to start from scratch would throw the run away.
+    checkpoints and none is valid: to start from scratch would throw the run away. One of another
+    version is not damaged: OtherVersionError.
     """
     while True:
         steps = [step for step in steps_on_disk(root) if not is_undone(step_directory(root, step))]
-        found, refused = newest_valid(
-            steps, lambda step: verify_and_keep(step_directory(root, step), run_id)
-        )
-        pruned = [step for step, error in refused if isinstance(error, PrunedError)]
-        if found is not None or not pruned:
+        valid, rejected, was_pruned = None, list[CheckpointError](), False
+        for step in reversed(steps):
+            try:
+                valid = verify_and_keep(step_directory(root, step), run_id)
+                break
+            except OtherVersionError:
+                raise
+            except PrunedError:
+                was_pruned = True
+            except CheckpointError as error:
+                rejected.append(error)
+        if valid is not None or not was_pruned:
             break  # else newer ones are there by now
-    for step, error in refused:
-        if step not in pruned:
-            say(rejection(str(error), step_name(found)))
-    if steps and found is None:
-        raise no_valid_checkpoint(root, refused)
-    return found
-
-
-Refused = list[tuple[int, CheckpointError]]
-UNDONE = "from before the run went back"  # starts the note of what is no part of its history
-
-
-def newest_valid(
-    steps: Sequence[int], get: Callable[[int], Checkpoint]
-) -> tuple[Checkpoint | None, Refused]:
-    """Return the last of the steps that `get` accepts, and why it did not accept later ones.
-
-    One of another version is no damage: OtherVersionError.
-    """
-    refused: Refused = []
-    for step in reversed(steps):
-        try:
-            return get(step), refused
-        except OtherVersionError:
-            raise
-        except CheckpointError as error:
-            refused.append((step, error))
-    return None, refused
-
-
-def no_valid_checkpoint(root: Path, refused: Refused) -> CheckpointError:
-    """What to raise where all checkpoints were refused; UnreadableError if storage failed once."""
-    may_pass = any(isinstance(error, UnreadableError) for _, error in refused)
-    return (UnreadableError if may_pass else CheckpointError)(
-        f"{root}: none of its {len(refused)} checkpoints is valid; of the latest, {refused[0][1]}; "
-        "put back a copy, or start the run to resume from its mirror"
-    )
+    for error in rejected:
+        say(rejection(str(error), step_name(valid)))
+    if steps and valid is None:
+        may_pass = any(isinstance(error, UnreadableError) for error in rejected)
+        raise (UnreadableError if may_pass else CheckpointError)(
+            f"{root}: none of its {len(rejected)} checkpoints is valid; of the latest, "
+            f"{rejected[0]}; put back a copy, or start the run to resume from its mirror"
+        )
+    return valid
 
 
 def rejection(reason: str, used: str = "") -> str:
-    """The line about a checkpoint that is skipped, and what is `used` instead."""
+    """Return the line about a checkpoint that is skipped, and what is `used` instead."""
     return f"checkpoint rejected: {reason}" + (f"; using {used}" if used else "")
 
 
-def step_name(found: Checkpoint | None) -> str:
-    """`step 100`, or '' for none."""
-    return f"step {found.step}" if found else ""
+def step_name(checkpoint: Checkpoint | None) -> str:
+    """Return `step 100`, or '' for None."""
+    return f"step {checkpoint.step}" if checkpoint else ""
 
 
 def note_refusal(directory: Path, refused: str) -> None:
@@ -205,29 +186,24 @@ def is_undone(directory: Path) -> bool:
     return False
 
 
-def _check_contents(path: Path, files: Mapping[str, Content]) -> None:
-    _check_size(path, files[path.name].bytes)
+def _check_contents(path: Path, content: Content) -> None:
+    _check_size(path, content.bytes)
     with reading(path):
         sha256 = sha256_of(path)
-    if sha256 == files[path.name].sha256:
-        return
-    raise CheckpointError(f"{path}: its contents changed since it was written")
+    if sha256 != content.sha256:
+        raise CheckpointError(f"{path}: its contents changed since it was written")
 
 
 def check_sizes(directory: Path, reports: Sequence[Mapping[str, Any]]) -> None:
     """Raise CheckpointError unless all ranks' files are there, with the sizes that they report."""
-    sizes = {directory / rank_file(rank): each["bytes"] for rank, each in enumerate(reports)}
+    sizes = {directory / rank_file(rank): report["bytes"] for rank, report in enumerate(reports)}
     read_together(lambda path: _check_size(path, sizes[path]), list(sizes))
 
 
 def _check_size(path: Path, expected: int) -> None:
-    if (size := _size(path)) != expected:
-        raise CheckpointError(f"{path}: found {size} bytes, expected {expected}")
-
-
-def _size(path: Path) -> int:
     with reading(path):
-        found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: not a file")
-    return found.st_size
+    if status.st_size != expected:
+        raise CheckpointError(f"{path}: found {status.st_size} bytes, expected {expected}")

@@ -22,7 +22,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.verify import verify_and_keep
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
-from pretrain.terminal.text import number, text_table
+from pretrain.terminal.text import format_number, text_table
 
 EXIT_CORRUPTED = 1
 HERE = "pretrain.commands.checkpoint"
@@ -78,7 +78,7 @@ def run_list(arguments: argparse.Namespace) -> Answer:
             str(each["step"]),
             str(each["ranks"] or "?"),
             "unreadable" if each["tokens"] is None else str(each["tokens"]),
-            number(each["validation"], ".4f"),
+            format_number(each["validation"], ".4f"),
             "?" if each["bytes"] is None else f"{each['bytes'] / 2**20:.1f}",
         )
         for each in found

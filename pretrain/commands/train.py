@@ -60,7 +60,7 @@ def _train(arguments: argparse.Namespace) -> int:
     rank, world_size, local_rank = rank_numbers(os.environ)
     seconds, run_dir = config.engine.watchdog_timeout_seconds, RunDir(arguments.run_dir)
     refuse_links(run_dir.path)
-    run_dir.refuse_strangers()  # before heartbeats are there
+    run_dir.refuse_other_files()  # before heartbeats are there
     limit = start_limit(os.environ) if seconds else 0.0
     # torchrun restarts ranks with the same arguments: what a user has said once is done by then.
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"

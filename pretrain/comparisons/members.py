@@ -16,7 +16,7 @@ from foundation.errors import DataError
 from pretrain.comparisons.comparison import member_name
 from pretrain.scaling.collect import FAR, PROBED, Row
 from pretrain.scaling.law import amount, as_loss
-from pretrain.terminal.text import counted, flops_text, number
+from pretrain.terminal.text import counted, flops_text, format_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +90,12 @@ def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
             [
                 each.member,
                 as_loss(each.loss),
-                number(each.spread, ".4f"),
-                number(each.probes.get(f"{PROBED}far_loss"), ".4f"),
-                number(float(np.mean(needle)) if needle else None, ".1%"),
+                format_number(each.spread, ".4f"),
+                format_number(each.probes.get(f"{PROBED}far_loss"), ".4f"),
+                format_number(float(np.mean(needle)) if needle else None, ".1%"),
                 f"{each.first.learning_rate:g}{'*' * each.is_edge}",
                 f"{amount(float(each.first.lane_bytes))}B",
-                number(each.tokens_per_second, ",.0f"),
+                format_number(each.tokens_per_second, ",.0f"),
                 amount(float(each.first.N)),
             ]
         )

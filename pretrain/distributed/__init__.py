@@ -1,4 +1,1 @@
-"""The process group: ranks, broadcasts, sums, errors raised on all ranks.
-
-Imported by everything that trains; uses nothing of `pretrain`.
-"""
+"""The ranks of a run: their variables, devices and meeting, what they exchange and agree on."""

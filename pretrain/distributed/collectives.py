@@ -83,24 +83,24 @@ def broadcast_value(value: T, kind: Any) -> T:
     """
     if dist.get_world_size() == 1:
         return value
-    message = _message_of(value)
+    message = _encoded(value)
     size = torch.tensor([message.numel()])
     dist.broadcast(size, src=0)
     if dist.get_rank() != 0:
         message = torch.empty(_checked_size(0, size), dtype=torch.uint8)
     dist.broadcast(message, src=0)
-    return _value_of(0, message, kind)
+    return _decoded(0, message, kind)
 
 
 def gather_values(value: T, kind: Any) -> list[T]:
     """Return the small values of all ranks, in rank order, as `broadcast_value` passes them."""
     if dist.get_world_size() == 1:
         return [value]
-    message = _message_of(value)
+    message = _encoded(value)
     sizes = gather_rows(torch.tensor([message.numel()]))
     lengths = [_checked_size(rank, size) for rank, size in enumerate(sizes)]
     gathered = gather_rows(pad(message, (0, max(lengths) - message.numel())))
-    return [_value_of(rank, gathered[rank][:size], kind) for rank, size in enumerate(lengths)]
+    return [_decoded(rank, gathered[rank][:size], kind) for rank, size in enumerate(lengths)]
 
 
 def gather_present(value: T | None, kind: Any) -> list[T]:
@@ -121,8 +121,8 @@ def raise_on_all_ranks() -> Iterator[None]:
     try:
         yield
     except (UserError, OSError) as error:
-        problem, cause = Problem.of(error), error
-    for first in gather_present(problem, Problem):
+        problem, cause = RankProblem.of(error), error
+    for first in gather_present(problem, RankProblem):
         raise cause if cause is not None and first == problem else first.error()
 
 
@@ -135,7 +135,7 @@ def read_on_main(world: World, read: Callable[[], T], kind: Any) -> T:
 
 
 @dataclass(frozen=True)
-class Problem:
+class RankProblem:
     """A UserError, or an OSError with its number, as ranks tell each other about it."""
 
     kind: str
@@ -144,7 +144,7 @@ class Problem:
     path: str | None = None
 
     @classmethod
-    def of(cls, error: UserError | OSError) -> Problem:
+    def of(cls, error: UserError | OSError) -> RankProblem:
         if isinstance(error, OSError) and error.errno is not None:
             name = error.filename  # or a descriptor
             path = os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
@@ -159,7 +159,7 @@ class Problem:
         return _KINDS.get(self.kind, UserError)(self.message)
 
 
-def _message_of(value: Any) -> torch.Tensor:
+def _encoded(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(to_tree(value)).encode()), dtype=torch.uint8)
 
 
@@ -172,7 +172,7 @@ def _checked_size(rank: int, size: torch.Tensor) -> int:
     return num_bytes
 
 
-def _value_of(rank: int, message: torch.Tensor, kind: Any) -> Any:
+def _decoded(rank: int, message: torch.Tensor, kind: Any) -> Any:
     try:
         return from_json(kind, bytes(message.numpy()))
     except ValueError:

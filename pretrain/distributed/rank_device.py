@@ -93,10 +93,10 @@ def driver_version() -> str:
     """Return the version of NVIDIA's kernel driver; empty without one."""
     try:
         with open(_DRIVER) as file:
-            found = _VERSION.search(file.read(4096))
+            match = _VERSION.search(file.read(4096))
     except OSError:
         return ""
-    return found[0] if found else ""
+    return match[0] if match else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -23,10 +23,14 @@ from pretrain.distributed.slurm_variables import PORT_FILE_VARIABLE, number_in
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 LARGEST_MESH = 64  # ranks
 MOST_DESCRIPTORS = 1 << 16
+LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
+# Until all ranks have come, and in collectives of a run without a watchdog.
+WITHOUT_WATCHDOG = datetime.timedelta(minutes=30)
+_LONGEST_SUSPENSION = datetime.timedelta(days=7)
 
 
 def prepare_descriptors(world_size: int) -> None:
-    """Let this process open as many files and connections as it may, up to MOST_DESCRIPTORS.
+    """Let this process open all files and connections that it may, up to MOST_DESCRIPTORS.
 
     By default gloo connects every rank with every other before the first collective. With more than
     LARGEST_MESH ranks it connects two when a collective first needs it: a few connections per rank,
@@ -39,12 +43,6 @@ def prepare_descriptors(world_size: int) -> None:
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
-# Until all ranks have come, and in collectives of a run without a watchdog.
-WITHOUT_WATCHDOG = datetime.timedelta(minutes=30)
-_LONGEST_SUSPENSION = datetime.timedelta(days=7)
 
 
 def collective_timeout(watchdog_timeout_seconds: float) -> datetime.timedelta:

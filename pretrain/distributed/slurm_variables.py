@@ -1,4 +1,4 @@
-"""The variables of a rank, also from those of a Slurm task. Torch-free."""
+"""The variables of a rank, which may be a Slurm task's. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ from collections.abc import Mapping
 
 from foundation.errors import ConfigError
 
-# The file in which rank 0 of an attempt tells the others where they meet (rendezvous.py).
+# The file where rank 0 of an attempt writes the port at which the ranks meet (rendezvous.py).
 PORT_FILE_VARIABLE = "PRETRAIN_PORT_FILE"
 GPUS_VARIABLE = "PRETRAIN_GPUS"  # of each node of a job
 
 
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of the tasks of a step."""
+    """Return whether srun started this process as one of the tasks of a step."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of this task.
-
-    ConfigError if srun did not start it.
-    """
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of this task of srun."""
     num_tasks = number_in(environment, "SLURM_STEP_NUM_TASKS")
     num_nodes = number_in(environment, "SLURM_STEP_NUM_NODES", "1")
     return {

@@ -1,10 +1,10 @@
 """A process that computes on CPUs: its threads, how they wait, and its memory. Torch-free.
 
-PyTorch's threads meet at the end of every operation. By default those of GNU OpenMP spin for about
-3 ms before they sleep. On cores that others use too, a thread then spins while the one it waits
-for is not scheduled: operations of microseconds take milliseconds, and the spinning counts as CPU
-time. Those that only sleep wake up late, which costs small operations half their speed on idle
-cores. Spinning for about 10 us does neither (docs/performance.md has the measurements).
+PyTorch's threads meet at the end of every operation. By default GNU OpenMP's spin for about 3 ms
+before they sleep. On cores that others use too, a thread then spins while the one it waits for is
+not scheduled: operations of microseconds take milliseconds. Threads that only sleep wake up late,
+which costs small operations half their speed on idle cores. Spinning for about 10 us does neither
+(docs/performance.md has the measurements).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import ctypes
 import os
 from collections.abc import Mapping, MutableMapping
 
-# OpenMP's own variable, for every library, and GNU's refinement of it: rounds of spinning, of which
-# the library counts 100,000 as a millisecond.
+# OpenMP's own variable, for every library, and GNU's refinement of it: rounds of spinning, where
+# 100,000 are about a millisecond.
 WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 # Parameters of GNU's mallopt (malloc.h).
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
@@ -46,7 +46,7 @@ def keep_freed_memory() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Compute with this many threads; 0: with as many as torch chose."""
+    """Compute with this number of threads; 0: with torch's choice."""
     import numpy as np  # late: the launcher and wrong command lines do without them
     import torch
 

@@ -19,6 +19,9 @@ from pretrain.distributed.rank_device import device_of_rank, use_device
 from pretrain.distributed.rendezvous import collective_timeout, meeting_store, prepare_descriptors
 from pretrain.distributed.slurm_variables import number_in, rank_numbers
 
+# What rank variables were before `init_world` set them for DeepSpeed.
+_FORMER_VARIABLES: dict[str, str | None] = {}
+
 
 @dataclass(frozen=True)
 class World:
@@ -44,10 +47,6 @@ def ranks_on_this_node() -> int:
     """Return how many ranks share this node's cores, descriptors and memory."""
     all_ranks = os.environ.get("WORLD_SIZE", "1")
     return max(1, number_in(os.environ, "LOCAL_WORLD_SIZE", all_ranks))
-
-
-# What rank variables were before `init_world` set them for DeepSpeed.
-_FORMER_VARIABLES: dict[str, str | None] = {}
 
 
 def init_world(watchdog_timeout_seconds: float = 0.0) -> World:

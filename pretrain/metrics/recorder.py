@@ -5,24 +5,21 @@ and rank 0 writes:
 
     {"kind": "train", "step", "tokens", "loss", "perplexity", "learning_rate", "grad_norm",
      "skipped"}    every step; loss and norm are null where a skipped step had none. In fp16 also
-                   "overflowed".
-                   The last line of an interval adds "seconds", "time" (since 1970), "totals" (sums
-                   over the run so far, `metrics_file.TimeSpent`),
-                   "train_loss" (`metric_names`), "tokens_per_second", "mfu", "data_wait",
-                   "used_memory_gib" (mean over ranks), "save_stall" (seconds the loop waited for
-                   saves), "stall" (seconds lost in steps
+                   "overflowed". The last line of an interval adds "seconds", "time" (since 1970),
+                   "totals" (`metrics_file.TimeSpent`), "train_loss" (`metric_names`),
+                   "tokens_per_second", "mfu", "data_wait", "used_memory_gib" (mean over ranks),
+                   "save_stall" (seconds the loop waited for saves), "stall" (seconds lost in steps
                    that took far longer than usual; not in "seconds"); with several ranks
-                   "slowest_rank" and "straggler_ratio"; "memory_norm/layer.N" (mean L2 norm of
-                   the rows in a layer's memory, over all lanes); in fp16
-                   "loss_scale"; at full intervals norms per layer (`parameter_groups`)
+                   "slowest_rank" and "straggler_ratio"; "memory_norm/layer.N" (mean L2 norm of the
+                   rows in a layer's memory, over all lanes); in fp16 "loss_scale"; at full
+                   intervals norms per layer (`parameter_groups`)
     {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}; "stall" as above; of each
                    set also "loss/NAME" and "bits_per_byte/NAME", of tasks "tasks/TASK/METRIC"
 
 A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
-intervals begin, so a resumed run writes the same numbers for the same steps.
-
-MFU refers to the peak of the GPUs' data sheet, as in `describe`. Without one, as on a CPU, it
-refers to a large matrix product, measured at the start.
+intervals begin, so a resumed run writes the same numbers for the same steps. MFU refers to the peak
+of the GPUs' data sheet, as in `describe`; without one, as on a CPU, to a large matrix product,
+measured at the start.
 """
 
 from __future__ import annotations
@@ -85,9 +82,8 @@ class _Step:
 class MetricsRecorder:
     """Measures on every rank, writes on rank 0.
 
-    Metrics after `state.step` are removed first: those steps are repeated. `may_write` is called
-    before each write; it raises UserError in an attempt that another one has replaced. `copy` takes
-    each line as well.
+    Metrics after `state.step` are removed first: those steps are repeated. `may_write` raises
+    UserError before a write in an attempt that was replaced. `copy` takes each line as well.
     """
 
     def __init__(
@@ -165,8 +161,8 @@ class MetricsRecorder:
         stalled = self._slowness.take_stalled()
         end = time.perf_counter()
         seconds, save_stall = end - self._start - self._paused - stalled, self._save_stall
-        standstill_R = self._slowness.take_standstills()
-        if (longest := max(standstill_R)) > max(stalled, LEAST_STALL_SECONDS):
+        frozen_R = self._slowness.take_frozen()
+        if (longest := max(frozen_R)) > max(stalled, LEAST_STALL_SECONDS):
             # In the exchange before, in a save, or in steps that are usually as long.
             elsewhere = max(0.0, longest - stalled - self._exchanging)
             in_saves = min(elsewhere, save_stall)
@@ -194,7 +190,7 @@ class MetricsRecorder:
                 }
                 lines[-1] |= self._slowest(last.step, busy_R, len(steps))
                 if stalled:
-                    rank = rank_that_stalled(stalled, standstill_R, busy_R)
+                    rank = rank_that_stalled(stalled, frozen_R, busy_R)
                     lines[-1]["stall"] = self._report_stall(last.step, stalled, rank)
                 if last.result.loss_scale is not None:
                     lines[-1]["loss_scale"] = last.result.loss_scale
@@ -210,31 +206,30 @@ class MetricsRecorder:
         return lines
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Write what an evaluation after `step` found; its time does not count as training. A
-        collective."""
+        """Write the results of an evaluation; its time is no training time. A collective."""
         start = self._idle_since
-        standstill_R = self._slowness.take_standstills()
+        frozen_R = self._slowness.take_frozen()
         self._pause_since(start)
         with raise_on_all_ranks():
             if self._file is None:
                 return
             seconds = self._idle_since - start
             line = {"kind": "evaluation", "step": step, "seconds": seconds, **values}
-            if (longest := min(seconds, max(standstill_R))) >= LEAST_STALL_SECONDS:
-                rank = rank_that_stalled(longest, standstill_R, standstill_R)
+            if (longest := min(seconds, max(frozen_R))) >= LEAST_STALL_SECONDS:
+                rank = rank_that_stalled(longest, frozen_R, frozen_R)
                 line["stall"] = self._report_stall(step, longest, rank)
                 line["seconds"] -= longest
             self._append(self._file, [line])
             logger.info(evaluation_line(step, values, set_losses(values) | task_columns(values)))
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether an evaluation after `step` is on disk. A collective."""
+        """Return whether an evaluation after `step` is on disk. A collective."""
         return read_on_main(self._world, lambda: has_evaluation(self._run_dir.metrics, step), bool)
 
     def unwritten(self) -> str:
-        """Why metrics until now are not written, after trying once more; '' if they are.
+        """Return why metrics until now are not written, after trying once more; '' if they are.
 
-        They are on disk once a save that asked this is published: its thread syncs them.
+        They are synced by the thread of the save that asks this, before it publishes.
         """
         return self._file.write() if self._file is not None else ""
 
@@ -247,9 +242,9 @@ class MetricsRecorder:
         self._save_stall += self._idle_since - start
 
     def close(self) -> None:
-        """Write and sync what is left; StorageError, on every rank, if patience ends before.
+        """Write and sync what is left, before the end is recorded; StorageError on every rank.
 
-        A collective. How training ended is told only after this.
+        A collective.
         """
         self.write()
         self._slowness.close()
@@ -268,7 +263,7 @@ class MetricsRecorder:
             self._tensorboard.close()
 
     def _report_stall(self, step: int, seconds: float, rank: int | None) -> float:
-        """Tell ledger and log of a stall; returns its seconds."""
+        """Record a stall in ledger and log; returns its seconds."""
         event = Slowdown(step=step, seconds=seconds, rank=rank)
         self._run_dir.ledger.append_if_possible(event)
         logger.warning("%s; this time is not productive", event.description)
@@ -281,8 +276,7 @@ class MetricsRecorder:
         self._copy(lines)
 
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
-        """Sums over ranks: losses by step, ranks' measurements, norms of memories over all lanes,
-        squared norms of layers."""
+        """Return sums over ranks: losses, ranks' measurements, norms of memories and of layers."""
         losses = torch.stack([step.loss_sum for step in steps])
         waited = self._prefetcher.wait_seconds - self._waited_before
         numbers = [waited, memory_in_use_gib(self._world.device), *self._slowness.take(waited)]
@@ -294,18 +288,19 @@ class MetricsRecorder:
         return tuple(part.tolist() for part in sums.split([len(part) for part in parts]))
 
     def _memory_norms(self, device: torch.device) -> Tensor:
-        """By layer the sum of the norms of the rows in this rank's memories."""
+        """Return by layer the sum of the norms of the rows in this rank's memories."""
         of_slots = []
         for memory in filter(None, self._state.memories):
             vectors = self._memory_layout.vectors(memory)
             rows = (rows_BMX.to(device, non_blocking=True) for rows_BMX in vectors)
-            norms = (torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in rows)
+            norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in rows)
             of_slots.append(torch.stack([norms_BM.sum(dtype=torch.float64) for norms_BM in norms]))
         return torch.stack(of_slots).sum(0) if of_slots else torch.empty(0, device=device)
 
     def _mean_norms(self, norms: list[float]) -> dict[str, Any]:
         memory = next(iter(self._state.memories), None)
-        rows = [each.shape[1] for each in self._memory_layout.vectors(memory)] if memory else []
+        vectors = self._memory_layout.vectors(memory) if memory else ()
+        rows = [rows_BMX.shape[1] for rows_BMX in vectors]
         return {
             f"memory_norm/layer.{layer}": _finite(norm / (count * self._run.data.lanes))
             for layer, (norm, count) in enumerate(zip(norms, rows, strict=True))
@@ -357,5 +352,5 @@ def _line(step: _Step, loss: float) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """None for NaN and inf, which JSON does not have."""
+    """Return None for NaN and inf, which JSON does not have."""
     return value if math.isfinite(value) else None

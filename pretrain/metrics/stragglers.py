@@ -5,8 +5,8 @@ long a rank waits for its data and computes its forward passes, before the first
 ZeRO-3 ranks already wait for each other in the forward pass, so only slow reading shows there.
 
 A **stall** is a step that takes far longer than usual: a stopped process, a frozen host or storage
-that hangs costs every rank the same time, because all of them wait. That time is not productive.
-Each rank notices by a thread that ticks whether its own process stood still.
+that hangs costs every rank the same time, because all of them wait. A thread of each rank ticks, so
+that the rank notices if its own process stalls.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LEAST_SECONDS = 1.0  # that it must have cost in them: short intervals vary by m
 
 
 class SlownessMeter:
-    """Times this rank's forward passes in training mode and its standstills; finds stalls by the
-    durations of the steps before. On a GPU passes are timed with the device's clock."""
+    """Times this rank's forward passes in training mode, and finds stalls: steps far longer than
+    the previous ones, and times when no thread ran. On a GPU passes are timed with its clock."""
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self._world = world
@@ -48,9 +48,9 @@ class SlownessMeter:
             module.register_forward_pre_hook(self._start),
             module.register_forward_hook(self._stop),
         )
-        self._stood_still, self._ticked, self._lock = 0.0, time.monotonic(), threading.Lock()
+        self._frozen, self._ticked, self._lock = 0.0, time.monotonic(), threading.Lock()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._tick, name="standstill", daemon=True)
+        self._thread = threading.Thread(target=self._tick, name="stalls", daemon=True)
         self._thread.start()
 
     def end_step(self, seconds: float, is_whole: bool = True) -> None:
@@ -63,14 +63,14 @@ class SlownessMeter:
             self._known.append(seconds)
 
     def take_stalled(self) -> float:
-        """The seconds lost in stalls since the last call."""
+        """Return the seconds lost in stalls since the last call."""
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
     def take(self, waited: float) -> list[float]:
-        """By rank the seconds that it was busy since the last call.
+        """Return by rank the seconds that it was busy since the last call, 0 for the other ranks.
 
-        `waited`: for data. 0 for all other ranks, so that sums are all's. Waits for the device.
+        `waited`: for data. Waits for the device.
         """
         passes, self._passes = self._passes, []
         if self._world.device.type == "cuda":
@@ -82,13 +82,12 @@ class SlownessMeter:
         busy_R[self._world.rank] = waited + computed
         return busy_R
 
-    def take_standstills(self) -> list[float]:
-        """By rank the seconds that it stood still since the last call, wherever it was. A
-        collective."""
+    def take_frozen(self) -> list[float]:
+        """Return by rank for how long it was frozen since the last call. A collective."""
         self._look()  # the thread may not have run since
         with self._lock:
-            stood_still, self._stood_still = self._stood_still, 0.0
-        return gather_rows(torch.tensor(stood_still, dtype=torch.float64)).tolist()
+            frozen, self._frozen = self._frozen, 0.0
+        return gather_rows(torch.tensor(frozen, dtype=torch.float64)).tolist()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -118,17 +117,17 @@ class SlownessMeter:
         with self._lock:
             before, self._ticked = self._ticked, time.monotonic()
             if self._ticked - before > LEAST_STALL_SECONDS:
-                self._stood_still += self._ticked - before - TICK_SECONDS
+                self._frozen += self._ticked - before - TICK_SECONDS
 
 
 def rank_that_stalled(
-    stalled: float, standstill_R: Sequence[float], busy_R: Sequence[float]
+    stalled: float, frozen_R: Sequence[float], busy_R: Sequence[float]
 ) -> int | None:
-    """The rank that stood still, or was busy alone, for at least half of the stall.
+    """Return the rank that was frozen, or alone was busy, for at least half of the stall.
 
-    None if there is only one rank, or if it was not one rank's doing.
+    None if there is only one rank, or if several caused it.
     """
-    for seconds_R in (standstill_R, busy_R):
+    for seconds_R in (frozen_R, busy_R):
         longest = max(seconds_R)
         rank = seconds_R.index(longest)
         others = [seconds for other, seconds in enumerate(seconds_R) if other != rank]
@@ -138,8 +137,10 @@ def rank_that_stalled(
 
 
 def slowest_rank(step: int, seconds_R: Sequence[float]) -> Slowdown | None:
-    """The rank that took longest for its own work, compared with the median of the others; None if
-    there is only one."""
+    """Return the rank that took longest for its own work, compared with the others' median.
+
+    None if there is only one.
+    """
     if len(seconds_R) < 2:
         return None
     rank = max(range(len(seconds_R)), key=seconds_R.__getitem__)
@@ -159,7 +160,7 @@ class StragglerWatch:
         self._count, self._cost, self._is_named = 0, 0.0, False
 
     def observe(self, slowest: Slowdown, num_steps: int) -> bool:
-        """Whether the rank is to be named at this interval of so many steps."""
+        """Return whether the rank is to be named at this interval of `num_steps`."""
         ratio = slowest.ratio or 1.0
         is_slow = ratio >= SLOW
         if not is_slow or slowest.rank != self._rank:

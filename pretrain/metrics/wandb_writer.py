@@ -1,7 +1,7 @@
 """A copy of a run's measurements on Weights & Biases, logged by rank 0.
 
-The library hands what it is given to a process of its own, which uploads it and keeps it in
-RUN/wandb. Whatever it raises costs a run nothing but the copy.
+The library hands lines to a process of its own, which uploads them and keeps them in RUN/wandb.
+Whatever it raises costs a run nothing but the copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pretrain.rundir.metric_names import dashboard_values
 from pretrain.rundir.run_dir import RunDir
 
 Copy = Callable[[Sequence[Mapping[str, Any]]], None]
-# Nothing but the run's settings and measurements: no console, code, host, packages or telemetry.
+# Only the run's settings and measurements: no console, code, host, packages or telemetry.
 QUIET = {
     "console": "off",
     "silent": True,
@@ -35,7 +35,7 @@ QUIET = {
     "x_save_requirements": False,
     "x_transaction_log_flush_interval": 1.0,
     "init_timeout": float(os.environ.get("WANDB_INIT_TIMEOUT") or 60),
-    # Of waiting for the last upload; the rest is on disk. A preempted job has little time left.
+    # For the last upload; the rest is on disk. A preempted job has little time left.
     "finish_timeout": 20.0,
 }
 
@@ -52,10 +52,10 @@ def check_wandb(project: str) -> None:
 
 @contextlib.contextmanager
 def wandb_copy(run_dir: RunDir, project: str) -> Iterator[Copy]:
-    """Yield what takes lines of metrics.jsonl during the block; it does nothing without a project.
+    """Yield a function that takes lines of metrics.jsonl; without a project it does nothing.
 
-    Rows are numbered by the library, as steps are repeated after a crash and a rewind; charts are
-    drawn over the metric `step`.
+    The library numbers rows, since steps repeat after a crash or a rewind; charts are drawn over
+    the metric `step`.
     """
     session: Any = None
     exit_code = 1
@@ -107,7 +107,7 @@ def _start(run_dir: RunDir, project: str) -> Any:
             settings=wandb.Settings(**known),
         )
 
-    for name in ("wandb", ".wandb"):  # of the working directory, whose settings the library obeys
+    for name in ("wandb", ".wandb"):  # of the working directory, whose settings the library reads
         refuse_foreign(Path(name, "settings").absolute())
     try:
         session = start()

@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 class MetricsFile:
     """metrics.jsonl. Lines after `step` are removed first: those steps are repeated.
 
-    `may_write` is called before each write; it raises UserError in an attempt that another one has
-    replaced. While storage fails, lines are kept in memory and written together with later ones;
-    StorageError once the patience of `run_dir` is over.
+    `may_write` raises UserError before a write in an attempt that was replaced. While storage
+    fails, lines are kept in memory and written with later ones; StorageError once the patience of
+    `run_dir` is over.
     """
 
     def __init__(self, run_dir: RunDir, step: int, may_write: Callable[[], None]) -> None:
@@ -44,7 +44,9 @@ class MetricsFile:
         for line in lines:
             self._spent.add(line)
             if "tokens_per_second" in line:
-                line["totals"] = {name: round(each, 6) for name, each in vars(self._spent).items()}
+                line["totals"] = {
+                    name: round(total, 6) for name, total in vars(self._spent).items()
+                }
         self._left += "".join(json_text(line) + "\n" for line in lines).encode()
         self.write()
 
@@ -68,11 +70,10 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """A copy of what lines of metrics.jsonl measured, in event files. What a killed run logged
-    after `step` is dropped.
+    """A copy of metrics.jsonl in event files. What a killed run logged after `step` is dropped.
 
     Lines that a disk does not take are missing there, and the next ones start another file. The
-    library's own writer appends from a thread, which after one failure never writes again.
+    library's own writer never writes again after one failure.
     """
 
     def __init__(self, directory: Path, step: int) -> None:
@@ -93,7 +94,7 @@ class TensorBoard:
             self.close()
 
     def close(self) -> None:
-        """Close the current file; what is appended then starts another."""
+        """Close the current file; the next lines start another."""
         records, self._records = self._records, None
         if records is not None:
             with contextlib.suppress(OSError):  # some file systems report a failed write again
@@ -133,7 +134,7 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def after_step(self, step: int) -> None:
-        """Start or end the recording if `step`, the latest one, is the one before or the last."""
+        """Start or end the recording if `step`, which was made, is its last or the previous one."""
         if self._profile is not None and step == self._last:
             self.close()
         if self._first and step == self._first - 1:

@@ -1,4 +1,1 @@
-"""Rank processes on one node: start, watch, exit status; checks of a node.
-
-Imported by commands, `run.py` and `launcher`.
-"""
+"""Rank processes on one node: their start, device and end; checks of a node."""

@@ -1,9 +1,8 @@
 """How the process of a rank ends: with the others, or alone and at once.
 
 NCCL's group waits at its end for the other ranks of the node. They may be inside a collective that
-waits for this rank, so only ranks that have all finished or saved close the group. (torchtitan had
-the same deadlock.) Whatever else a rank ended with, the launcher sees it within seconds, and ends
-the others.
+waits for this rank, so only ranks that have all finished or saved close the group. After any other
+end of a rank the launcher ends the others within seconds.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ def leave_group(
     status_of: Callable[[Exception], int] = own_status,
     report: Callable[[str], None] = logger.error,
 ) -> int:
-    """Do a rank's work, and close its group if all ranks do: the exit status.
+    """Do a rank's work, and close its group if all ranks do; returns the exit status.
 
-    An error on one of several ranks is written and ends the process here.
+    An error on one of several ranks is written, and ends the process here.
     """
     from pretrain.distributed.world import destroy_process_group  # late: it takes torch
 

@@ -32,18 +32,17 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def train_command(experiment: Path, run_dir: Path, *overrides: str) -> list[str]:
-    """One rank's program, in this Python, with its watchdog."""
+    """Return the command of one rank, in this Python, with its watchdog."""
     arguments = ("train", str(experiment), "--run-dir", str(run_dir), *overrides)
     return under_watchdog(own_command("pretrain", *arguments), START_SECONDS)
 
 
 class RankGroup:
-    """`command` as `num_ranks` processes, each in its own process group; they die with this process
-    at the latest.
+    """`command` as `num_ranks` processes, each in its own process group.
 
-    Each writes to LOGS/attempt-N/rank-R.log; `echo_rank_zero` shows here what rank 0 logs. Use it
-    as a context manager: no rank outlives the block, also after Ctrl-C. Create it in a thread that
-    stays: to the kernel, the death of that thread is the death of the parent.
+    Each writes to LOGS/attempt-N/rank-R.log; `echo_rank_zero` shows here what rank 0 logs. No rank
+    outlives the context, nor this process. Create it in a thread that stays: to the kernel, the
+    death of that thread is the death of the parent.
     """
 
     was_stopped = False  # nobody else has a way to stop all ranks
@@ -87,11 +86,11 @@ class RankGroup:
         return [process.pid for process in self._processes]
 
     def describe_failure(self, statuses: Sequence[int]) -> str:
-        """Which rank failed first and the last lines of its log; empty if none failed."""
+        """Describe the first failure (`describe_failure`)."""
         return describe_failure(statuses, self.logs, first_failure=self.first_failure)
 
     def poll(self) -> list[int | None]:
-        """The exit status of each rank, None while it runs; -N if signal N killed it."""
+        """Return each rank's exit status, None while it runs; -N if signal N killed it."""
         return [_reap(process) for process in self._processes]
 
     def wait(
@@ -100,11 +99,11 @@ class RankGroup:
         grace: float = GRACE_SECONDS,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[int]:
-        """Exit statuses in rank order, when all have exited.
+        """Return the exit statuses in rank order, when all have exited.
 
         If one fails, the others get `grace` seconds to exit before they are killed. `meanwhile` is
-        called many times a second and may ask the ranks to stop, or kill them. Raises TimeoutError
-        after `timeout` seconds, with the ranks still running.
+        called many times a second and may stop the ranks. TimeoutError after `timeout` seconds,
+        with the ranks still running.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_since: float | None = None
@@ -125,8 +124,7 @@ class RankGroup:
         return [process.returncode for process in self._processes]
 
     def terminate(self) -> None:
-        """Ask every rank to stop at its next step boundary (SIGTERM to the ranks, not to what they
-        started)."""
+        """Ask every rank to stop after its step: SIGTERM, but not to what the ranks started."""
         for process in self._processes:
             if _reap(process) is None:
                 process.terminate()
@@ -159,15 +157,14 @@ class RankGroup:
 
 
 def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """In a process just forked: let the kernel send it this signal as soon as its parent is
-    gone."""
+    """Let the kernel send this signal, once the parent is gone, to a process just forked."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died between the fork and the line above
         os._exit(1)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit status, or None while it runs; kills what the process started and left behind."""
+    """Return the exit status, None while it runs; kills what the process left behind."""
     if process.returncode is None:
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
@@ -178,11 +175,10 @@ def _reap(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment that all ranks of one machine share: their number, where they meet, how many
-    threads each may use.
+    """Return the environment that all ranks of one machine share, without a surrounding job's.
 
     A thread per core in every rank would make the ranks wait for each other, so the cores are
-    divided unless OMP_NUM_THREADS is set. The rank variables of a surrounding job are removed.
+    divided unless OMP_NUM_THREADS is set.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     with socket.socket() as probe:
@@ -197,7 +193,7 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
             for key, value in environment.items()
             if not key.startswith(("SLURM_", "TORCHELASTIC_", VARIABLE, PORT_FILE_VARIABLE))
         },
-        # Their connections need no other interface, and nobody else should reach them.
+        # Their connections need no other interface, and no one else should reach them.
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "WORLD_SIZE": str(num_ranks),
@@ -217,9 +213,9 @@ def gpus_here() -> int:
 def describe_failure(
     statuses: Sequence[int], logs: Sequence[Path], lines: int = 15, first_failure: int | None = None
 ) -> str:
-    """Which rank failed first and the last lines of its log; empty if none failed.
+    """Describe which rank failed first, with the end of its log; '' if none failed.
 
-    If the first failure is unknown, a rank that exited by itself tells more than those that were
+    If the first failure is unknown, a rank that exited by itself tells more than one that was
     killed after it.
     """
     failed = _failed(statuses)
@@ -238,27 +234,29 @@ def describe_failure(
 
 
 def _last_error(log: str) -> str:
-    """The error that a rank logged last: the reason why it ended itself."""
-    found: list[str] = []
+    """Return the error that a rank logged last: the reason why it ended itself."""
+    message: list[str] = []
     for line in log.splitlines():
         start = LINE_START.match(line)
         if line.startswith("error: ") or (start and start["level"] == "ERROR"):
-            found = [LINE_START.sub("", line).removeprefix("error: ")]
+            message = [LINE_START.sub("", line).removeprefix("error: ")]
         elif start:
-            found = found[:1]
-        elif found:
-            found.append(line)
-    return "\n".join(found)
+            message = message[:1]
+        elif message:
+            message.append(line)
+    return "\n".join(message)
 
 
 def _failed(statuses: Sequence[int | None]) -> list[int]:
-    """The ranks that have ended otherwise than done or stopped on request."""
+    """Return the ranks that have ended otherwise than done or stopped on request."""
     return [rank for rank, status in enumerate(statuses) if status not in (None, 0, EXIT_STOPPED)]
 
 
 def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
-    """Of ranks seen to fail together: one that knows what is wrong, else one killed from outside,
-    because its death makes the others fail."""
+    """Return the first cause of ranks that failed together.
+
+    One that knows what is wrong, else one killed from outside, which makes the others fail.
+    """
     knows = [rank for rank in failed if statuses[rank] in EXPLAINED]
     killed = [rank for rank in failed if (statuses[rank] or 0) < 0]
     return (knows or killed or failed)[0]

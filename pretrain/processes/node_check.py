@@ -45,7 +45,7 @@ from pretrain.processes.node_findings import (
     LinkMeasurement,
     RankMeasurement,
     link_file,
-    rank_file,
+    measurement_file,
     round_file,
 )
 
@@ -75,12 +75,12 @@ def main() -> int:
     try:
         world = world_from_environment(os.environ)
     except UserError as error:  # another node would do
-        write_json(out / rank_file(rank), asdict(unmeasured(rank, str(error))))
+        write_json(out / measurement_file(rank), asdict(unmeasured(rank, str(error))))
         return 0
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     if not in_child(lambda: _look(world, out), LOOK_SECONDS):
         problem = f"measuring its device hung or crashed within {LOOK_SECONDS:.0f} s"
-        write_json(out / rank_file(rank), asdict(unmeasured(rank, problem)))
+        write_json(out / measurement_file(rank), asdict(unmeasured(rank, problem)))
     number, deadline = 0, time.monotonic() + LOST_SECONDS
     while time.monotonic() < deadline:
         # A look-up of one name may come from a network file system's cache.
@@ -100,10 +100,9 @@ def main() -> int:
 
 
 def in_child(work: Callable[[], None], seconds: float) -> bool:
-    """Do `work` in its own process; whether it succeeded in time. A process that hangs is killed.
+    """Do `work` in its own process, which is killed if it hangs; return whether it succeeded.
 
-    Every child starts without a process group and with an untouched GPU, whatever happened to the
-    previous one.
+    Every child starts without a process group and with an untouched GPU.
     """
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
@@ -118,8 +117,8 @@ def _look(world: World, out: Path) -> None:
     try:
         measured = measure_rank(world, out)
     except (UserError, RuntimeError) as error:
-        measured = unmeasured(world.rank, reason_of(error))
-    write_json(out / rank_file(world.rank), asdict(measured))
+        measured = unmeasured(world.rank, failure_reason(error))
+    write_json(out / measurement_file(world.rank), asdict(measured))
 
 
 def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None:
@@ -153,15 +152,11 @@ def _await_names(folder: Path, names: set[str]) -> None:
 
 
 def unmeasured(rank: int, problem: str) -> RankMeasurement:
-    """Return what a rank that cannot train says."""
+    """Return the measurement of a rank that cannot train."""
     return RankMeasurement(
-        rank=rank,
-        node=socket.gethostname(),
-        device="",
-        matmul_flops=0.0,
-        disk_bytes=None,
+        rank=rank, node=socket.gethostname(), device="", matmul_flops=0.0, disk_bytes=None,
         problem=" ".join(problem.split()),
-    )
+    )  # fmt: skip
 
 
 def measure_rank(world: World, out: Path) -> RankMeasurement:
@@ -182,7 +177,7 @@ def measure_rank(world: World, out: Path) -> RankMeasurement:
 
 
 def disk_rate(path: Path) -> float:
-    """Bytes per second at which a new file gets onto the disk, synced; the file is removed."""
+    """Return the bytes per second at which a new file, removed again, is written and synced."""
     block = os.urandom(1 << 20)
     start = time.perf_counter()
     try:
@@ -207,10 +202,10 @@ def measure_link(world: World, group: Sequence[int], port_file: Path, log: Path)
         connect(world.device, store, rank, size, GROUP_TIMEOUT)
         _exchange(size)
         measured = _all_reduce(world, rank, size)
-        _exchange(size)  # nobody leaves before all have read what they need
+        _exchange(size)  # no rank leaves before all have read what they need
         return measured
     except Exception as error:  # any failure of the network is a finding, not a reason to exit
-        return LinkMeasurement(bytes_per_second=None, problem=reason_of(error, log))
+        return LinkMeasurement(bytes_per_second=None, problem=failure_reason(error, log))
 
 
 def _exchange(size: int) -> None:
@@ -221,7 +216,7 @@ def _exchange(size: int) -> None:
         raise RuntimeError(f"gloo summed {size} ones to {int(values)}")
 
 
-def reason_of(error: Exception, log: Path | None = None) -> str:
+def failure_reason(error: Exception, log: Path | None = None) -> str:
     """Return why connecting failed: NCCL's own last error and warnings, whole, where it has any."""
     text = " ".join(str(error).split())
     before, mark, last = text.partition("Last error:")
@@ -233,18 +228,17 @@ def reason_of(error: Exception, log: Path | None = None) -> str:
 
 def with_warnings(reason: str, log: Path) -> str:
     """Return the reason with NCCL's last warnings, and the files of its source that gave them."""
-    found = re.findall(r"(?:(\S+\.\w+:\d+) )?NCCL WARN (.*)", end_of(log))
-    for file, text in list(dict.fromkeys(found))[-MOST_WARNINGS:]:
+    warnings = re.findall(r"(?:(\S+\.\w+:\d+) )?NCCL WARN (.*)", end_of(log))
+    for file, text in list(dict.fromkeys(warnings))[-MOST_WARNINGS:]:
         reason += "" if text.strip() in reason else f"; NCCL: {text.strip()}"
         reason += f" ({file})" if file else ""
     return reason
 
 
 def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
+    meet = partial(TCPStore, timeout=MEETING, wait_for_workers=False)
     if rank == 0:
-        store = TCPStore(
-            "0.0.0.0", 0, size, is_master=True, timeout=MEETING, wait_for_workers=False
-        )
+        store = meet("0.0.0.0", 0, size, is_master=True)
         write_json(port_file, {"hostname": socket.gethostname(), "port": store.port})
         return store
     try:
@@ -252,21 +246,13 @@ def _meet(rank: int, size: int, port_file: Path) -> TCPStore:
     except TimeoutError:
         raise TimeoutError("the first rank of the group did not open a port") from None
     address: dict[str, Any] = json.loads(text)
-    return TCPStore(
-        address["hostname"],
-        address["port"],
-        size,
-        is_master=False,
-        timeout=MEETING,
-        wait_for_workers=False,
-    )
+    return meet(address["hostname"], address["port"], size, is_master=False)
 
 
 def _all_reduce(world: World, rank: int, size: int) -> LinkMeasurement:
     count = REDUCED_BYTES[world.device.type] // 4
-    pattern = (
-        torch.arange(count, device=world.device, dtype=torch.float32) % 251
-    )  # sums of these are exact in fp32
+    # Sums of these are exact in fp32.
+    pattern = torch.arange(count, device=world.device, dtype=torch.float32) % 251
     expected = pattern * size + size * (size - 1) // 2
     on_gpu, times, is_right = world.device.type == "cuda", [], True
     wait = partial(torch.cuda.synchronize, world.device) if on_gpu else lambda: None

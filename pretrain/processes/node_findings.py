@@ -40,7 +40,7 @@ class LinkMeasurement:
     problem: str = ""
 
 
-def rank_file(rank: int) -> str:
+def measurement_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 

@@ -1,4 +1,1 @@
-"""Rewinds after loss spikes, smaller micro-batches when out of memory, stop requests, faults.
-
-Imported by `train.py`, `run.py` and commands; uses checkpoint, rundir and distributed.
-"""
+"""What follows a loss spike, lack of memory or a stop request; what a start records; faults."""

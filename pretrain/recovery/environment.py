@@ -47,7 +47,7 @@ def joint_environment(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
     A single host sums in the same order as any other with its GPUs, so it has no name.
     """
-    environment = {name: ", ".join(sorted({each[name] for each in ranks})) for name in ranks[0]}
+    environment = {name: ", ".join(sorted({rank[name] for rank in ranks})) for name in ranks[0]}
     if environment[HOSTS_NAME] == ranks[0][HOSTS_NAME]:
         environment[HOSTS_NAME] = "one"
     return environment
@@ -56,8 +56,7 @@ def joint_environment(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
 def environment_changes(
     before: Mapping[str, str], now: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Return what differs and may change bits: name -> (before, now); nothing where one of them is
-    unknown."""
+    """Return what differs and may change bits, where both are known: name -> (before, now)."""
     return {
         name: (before[name], now[name])
         for name in now

@@ -1,7 +1,7 @@
 """Where memory runs out (OOM), the ledger records it, and later starts have a smaller micro-batch.
 
-That is half as many lanes per forward pass and twice as many accumulation slots, which are the same
-lanes and, up to rounding, the same losses.
+That is half the lanes per forward pass and twice the accumulation slots, which are the same lanes
+and, up to rounding, the same losses.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: Exception) -> bool:
-    """Write to the ledger, on the rank it happened on, what later starts must stay below.
+    """Write to the ledger, on this rank, what later starts must stay below.
 
-    Returns False for any other error than that memory ran out.
+    Returns False if the error is another than that memory ran out.
     """
     if not is_out_of_memory(error):
         return False
@@ -49,9 +49,9 @@ def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: E
 
 
 def with_fitting_micro_batch(run: RunConfig, world_size: int, ledger: Sequence[Event]) -> RunConfig:
-    """The run with a smaller micro-batch than those that ran out of memory with its settings.
+    """Return the run with a smaller micro-batch than any that ran out of memory with its settings.
 
-    Raises ConfigError if a single lane did.
+    ConfigError if a single lane did.
     """
     settings = memory_settings(run, world_size)
     failed = [
@@ -73,7 +73,7 @@ def with_fitting_micro_batch(run: RunConfig, world_size: int, ledger: Sequence[E
 
 
 def memory_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
-    """What determines how much memory a lane takes, except the model, which a run never changes."""
+    """Return what determines the memory of a lane, except the model, which a run never changes."""
     names = (
         "zero_stage", "precision", "activation_checkpointing", "offload_optimizer",
         "offload_memories", "logits_chunk_tokens",

@@ -4,8 +4,8 @@ What counts as a spike is a pure function of the losses, so all ranks agree.
 
 A segment's number counts the batches that lanes delivered since the run started. Without rewinds,
 step n reads segment n - 1. A window of segments that a rewind skips shifts all later ones. Windows
-are part of the ledger, and the segment of a step is a pure function of them: so a run that is
-resumed anywhere reads the same data, and rewinding needs no other state.
+are part of the ledger, and the segment of a step is a pure function of them: so a run that resumes
+anywhere reads the same data, and rewinding needs no other state.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ from pretrain.rundir.metrics_file import latest_measurements
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 
+logger = logging.getLogger(__name__)
+
+SKIP_MARGIN_SEGMENTS = 10
 # The smallest deviation to assume, as a fraction of the median: where losses hardly vary, a small
 # rise is no spike.
 LEAST_DEVIATION = 0.01
 # Losses that each new one is compared with. Short, so that the loss falls little within it. A run
-# cannot rewind before it has as many of the same data, or in the warm-up of the learning rate.
+# cannot rewind before it has these of the same data, or in the warm-up of the learning rate.
 WINDOW = 50
-SPIKE_STEPS = 20  # anomalous steps in a row that make a spike; a shorter jump is none
+SPIKE_STEPS = 20  # anomalous steps in a row that make a spike; a shorter jump does not
 DEVIATIONS_PER_MAD = 1.4826  # standard deviations per median absolute deviation, normally
 # A spike starts above the threshold and lasts while losses are above this part of it: losses vary
 # more in a spike than before it, so a single one near the threshold is not its end.
@@ -52,9 +55,10 @@ MOST_SKIPPED = 0.5  # of the last WINDOW updates; a run that skips more does not
 
 
 def untrained_loss(model: ModelConfig) -> float:
-    """Return the loss where all logits are 0, as they about are in untrained weights: the logarithm
-    of the vocabulary; with an adaptive softmax that of its first bin, and for the tokens of another
-    bin, as many as Zipf's law has, that of the bin. Z-loss is in no loss.
+    """Return the loss with all logits 0, as they nearly are in an untrained model.
+
+    It is the logarithm of the vocabulary; with an adaptive softmax, of the first bin, plus another
+    bin's for its tokens, which follow Zipf's law. Z-loss is in no loss.
     """
     if not model.vocab_size:
         return math.inf
@@ -64,13 +68,11 @@ def untrained_loss(model: ModelConfig) -> float:
 
 
 class SpikeDetector:
-    """Takes every step in order. Later losses are compared with those that were not anomalous.
+    """Takes every step in order, and compares its loss with previous ones that were not anomalous.
 
-    Anomalous is also, where the usual ones are below it, a loss above that of untrained weights.
-
-    Losses are compared with those of the same data only: the history starts again at each phase. Up
-    to the end of the warm-up of the learning rate, and before WINDOW losses are known, no loss is
-    anomalous.
+    A loss above an untrained model's is anomalous, too, where usual ones are below it. Losses
+    are compared with the same data only: the history starts again at each phase. No loss is
+    anomalous in the warm-up of the learning rate, and before WINDOW losses are known.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -97,11 +99,12 @@ class SpikeDetector:
     @property
     def skipped_last(self) -> Spike | None:
         """The latest steps, if they were skipped."""
-        steps = [step for step, _ in takewhile(lambda each: each[1], reversed(self._skipped))]
+        skipped = takewhile(lambda entry: entry[1], reversed(self._skipped))
+        steps = [step for step, _ in skipped]
         return Spike(first_step=steps[-1], last_step=steps[0]) if steps else None
 
     def observe(self, lines: Iterable[Mapping[str, Any]]) -> Spike | None:
-        """The spike that lines of metrics.jsonl complete."""
+        """Return the spike that lines of metrics.jsonl complete."""
         spike = None
         for line in lines:
             # With an overflow the loss scale was too large; it says nothing of data or weights.
@@ -112,7 +115,7 @@ class SpikeDetector:
         return spike
 
     def too_many_skipped(self, ends_run: bool) -> Spike | None:
-        """The last WINDOW updates, or all of a run that ends before, if too many were skipped."""
+        """Return the last WINDOW updates (all of a shorter run) if too many were skipped."""
         steps = list(self._skipped)
         skipped = sum(was_skipped for _, was_skipped in steps)
         is_known = self._threshold and (len(steps) == WINDOW or ends_run)
@@ -145,14 +148,9 @@ class SpikeDetector:
         median = statistics.median(self._usual)
         if loss > self._untrained_loss > median:
             return True
-        absolute_deviation = statistics.median(abs(each - median) for each in self._usual)
+        absolute_deviation = statistics.median(abs(usual - median) for usual in self._usual)
         deviation = max(DEVIATIONS_PER_MAD * absolute_deviation, LEAST_DEVIATION * median)
         return loss - median > threshold * deviation
-
-
-logger = logging.getLogger(__name__)
-
-SKIP_MARGIN_SEGMENTS = 10
 
 
 class SpikeFound(Exception):
@@ -180,8 +178,7 @@ class SpikeMonitor:
 
     @property
     def suspected_since(self) -> int | None:
-        """The first step of what may become a spike, on rank 0; a save keeps a checkpoint from
-        before it."""
+        """The first step of what may be a spike, on rank 0: a save keeps an earlier checkpoint."""
         suspected = self._detector.suspected
         return suspected.first_step if suspected else None
 
@@ -221,7 +218,7 @@ class SpikeMonitor:
                 logger.warning("recovery: %s", event.description)
 
     def check_saved(self, step: int, error: NonFiniteError) -> NoReturn:
-        """Raise on all ranks what follows a save that found values which are not finite."""
+        """Raise on all ranks what follows a save with values that are not finite."""
         # Once a weight is NaN, so is the loss of all steps after.
         skipped = self._detector.skipped_last
         first = broadcast_value(skipped.first_step if skipped else step, int)
@@ -251,9 +248,9 @@ def rewind(
 ) -> None:
     """Let the next start resume from before the spike and skip its data.
 
-    Raises TrainingError after `recovery.max_rewinds` rewinds, or if no checkpoint is from before
-    the spike: to start from scratch is for the user to decide. CheckpointError, with nothing
-    deleted, if there are checkpoints from before the spike and none of them is valid.
+    TrainingError after `recovery.max_rewinds` rewinds, or without a checkpoint from before the
+    spike: to start from scratch is for the user to decide. CheckpointError, with nothing deleted,
+    if no such checkpoint is valid.
     """
     root, run_id, first_step = run_dir.checkpoints, run_dir.identity.id, spike.first_step
     before = find_resume_point(root, world, run_id, first_step, run_dir.patience, past)
@@ -261,15 +258,15 @@ def rewind(
         if not world.is_main:
             return
         ledger = run_dir.ledger.read()
-        rewinds = find_events(ledger, Rewind)  # not windows: those that touch are one
+        rewinds = find_events(ledger, Rewind)  # not windows: some may be joined
         most = run.recovery.max_rewinds
         if before is None or len(rewinds) >= most:
             run_dir.ledger.append(GaveUp(spike=spike))
             raise TrainingError(_why_no_rewind(run, run_dir, spike, rewinds, before is None))
-        window = window_of(spike, skipped_windows(ledger), run, before.step)
+        window = rewind_window(spike, skipped_windows(ledger), run, before.step)
         event = Rewind(spike=spike, to_step=before.step, segments=(window.start, window.stop))
-        # The event comes first. With it later steps are no part of the run's history, whatever is
-        # still there after a crash; without it, that they are gone would look like a loss.
+        # The event comes first. It takes later steps out of the run's history, whatever is still
+        # there after a crash; without it, missing steps would look lost.
         run_dir.ledger.append(event)
         files.discard_from(run_dir.checkpoints, spike.first_step)
         logger.warning(
@@ -299,10 +296,10 @@ def _why_no_rewind(
 
 
 def inherited_windows(run_dir: RunDir, world: World, step: int) -> list[range]:
-    """The windows to skip in a run that resumes from `step`, on all ranks; rank 0 logs them."""
+    """Return the windows to skip after a resume from `step`, on all ranks; rank 0 logs them."""
 
     def spans() -> list[list[int]]:
-        return [[each.start, each.stop] for each in skipped_windows(run_dir.ledger.read())]
+        return [[window.start, window.stop] for window in skipped_windows(run_dir.ledger.read())]
 
     windows = [range(*span) for span in read_on_main(world, spans, list[list[int]])]
     reached = segments_consumed(step, windows)
@@ -313,7 +310,7 @@ def inherited_windows(run_dir: RunDir, world: World, step: int) -> list[range]:
 
 
 def segments_consumed(step: int, windows: Sequence[range]) -> int:
-    """How many segments of every lane a run has read or skipped after `step` updates."""
+    """Return how many segments of every lane a run has read or skipped after `step` updates."""
     count = step
     for window in windows:
         # A window at the very next segment is not consumed yet: the next batch comes after it.
@@ -322,11 +319,11 @@ def segments_consumed(step: int, windows: Sequence[range]) -> int:
     return count
 
 
-def window_of(spike: Spike, windows: Sequence[range], run: RunConfig, to_step: int) -> range:
-    """The segments to skip: from one before the spike to SKIP_MARGIN_SEGMENTS after it.
+def rewind_window(spike: Spike, windows: Sequence[range], run: RunConfig, to_step: int) -> range:
+    """Return the segments to skip: from one before the spike to SKIP_MARGIN_SEGMENTS after it.
 
-    One before, because a step's loss shows what the update before it did. None is from before
-    step `to_step`, to which the run rewinds, or from before the spike's phase.
+    One before, because a step's loss shows what the previous update did; but not before the step
+    that the run rewinds to, nor before the spike's phase.
     """
     first_phase = first_step_at(run, spike.first_step - 1)
     kept = segments_consumed(max(to_step, first_phase), windows)
@@ -337,7 +334,7 @@ def window_of(spike: Spike, windows: Sequence[range], run: RunConfig, to_step: i
 def skip_windows(
     batches: Iterable[SegmentBatch], num_consumed: int, windows: Sequence[range]
 ) -> Iterator[SegmentBatch]:
-    """The batches outside `windows`; `num_consumed` segments came before the first.
+    """Yield the batches outside `windows`; `num_consumed` segments came before the first.
 
     After a gap every lane is treated as starting a document: its memory holds another text.
     """

@@ -43,18 +43,18 @@ def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
     for event in find_events(run_dir.ledger.read(), TrainingBegan):
         before |= {"": event.tokenizer, "/": event.validation, **event.sets}  # no names of sets
     validated = f"the validation split of {path_text(config.data.path)}"
-    for key, what, own in (
+    for key, split, own in (
         ("", f"tokenizer {directory / TOKENIZER_DIRECTORY}", tokenizer),
         ("/", validated, validation),
-        *((name, f"evaluation.sets.{name}", each) for name, each in sets.items()),
+        *((name, f"evaluation.sets.{name}", digest) for name, digest in sets.items()),
     ):
         if before.get(key, "") not in ("", own):
             raise DataError(
-                f"{what} has the hash {own[:16] or 'of none'}, the run in {run_dir.path} had "
+                f"{split} has the hash {own[:16] or 'of none'}, the run in {run_dir.path} had "
                 f"{before[key][:16]}; restore it, or choose another run directory"
             )
     parts = [part for phase in runs_of_phases(config) for part in phase.data.mixture]
-    paths = {path_text(each.path): each.path for each in (config.data, *parts)}
+    paths = {path_text(part.path): part.path for part in (config.data, *parts)}
     corpora = {
         name: corpus_hash(local_corpus_directory(path, config.data.cache))
         for name, path in paths.items()
@@ -71,7 +71,7 @@ def record_start(
     where: dict[str, Any],
     is_local: bool = False,
 ) -> None:
-    """Write to the ledger where and in which environment training starts; log what changed."""
+    """Write to the ledger where training starts and its environment; log what changed."""
     ranks = gather_values(own_environment(world.device, run), dict[str, str])
     with raise_on_all_ranks():
         if not world.is_main:
@@ -100,7 +100,7 @@ def record_start(
 
 
 def report_rate(config: RunConfig, run_dir: RunDir, world: World, step: int) -> None:
-    """Say where the learning rate jumps because the schedule has changed, as with more steps."""
+    """Warn if the learning rate jumps because the schedule has changed, as with more steps."""
     with raise_on_all_ranks():
         lines = latest_measurements(run_dir.metrics) if world.is_main and step else iter(())
         lines = takewhile(lambda line: line["step"] >= step, lines)

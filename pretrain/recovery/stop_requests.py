@@ -1,7 +1,4 @@
-"""What ranks decide together at a step's end, or between two batches of an evaluation.
-
-A signal to any rank becomes one decision of all ranks: to stop.
-"""
+"""What ranks decide together at a step's end, or between two batches of an evaluation."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a rank has to say in a step; once agreed, a flag is set if it is on any rank."""
+    """The flags of a rank in a step; once agreed, a flag is set if it is on any rank."""
 
     stop: bool = False  # a signal asks for it
     save_failed: bool = False  # the rank's part of the save in progress
     save_again: bool = False  # storage failed, and it is time for another try
-    upload: bool = False  # the last save, to the mirror, as rank 0 has found
+    upload: bool = False  # the last save, to the mirror, as rank 0 decided
 
     def agreed(self) -> Agreement:
         """Return what all ranks agree on. A collective."""
@@ -42,7 +39,7 @@ class StopRequested(Exception):
 
 
 class StopRequest:
-    """Remembers a stop signal. A second SIGINT, say from an impatient user, ends the process."""
+    """Remembers stop signals. A second SIGINT, say from an impatient user, ends the process."""
 
     def __init__(self) -> None:
         self.count = 0  # signals that this rank was sent
@@ -56,15 +53,14 @@ class StopRequest:
         }
 
     def requested_on_any_rank(self) -> bool:
-        """Whether any rank was asked to stop. A collective: all ranks call it at the same step."""
+        """Return whether any rank was asked to stop. A collective."""
         return any_rank(self.count > 0)
 
     def ask(self, own: Callable[[], Agreement] = Agreement) -> Callable[[], Agreement]:
-        """Start to ask what ranks agree on, of which this one has its `own` flags: in one exchange,
-        behind what the ranks compute meanwhile. The result waits for the answer.
+        """Start to agree on flags with this rank's `own`; the result waits for the answer.
 
-        With more ranks than one, the flags are those of now; one rank is asked when it wants the
-        answer.
+        Several ranks exchange the present flags while they compute. A single rank is asked when the
+        answer is wanted.
         """
 
         def flags() -> Agreement:
@@ -78,14 +74,14 @@ class StopRequest:
     def raise_if_requested(self) -> None:
         """Raise StopRequested, on every rank, if any was asked to stop before the last call.
 
-        A collective, which goes on behind what the ranks compute until the next call.
+        A collective, which continues while the ranks compute until the next call.
         """
         if self._answer().stop:
             raise StopRequested
         self._answer = self.ask()
 
     def restore_handlers(self) -> None:
-        """Put back the handlers that were there before."""
+        """Put back the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -26,7 +26,7 @@ from pretrain.rundir.metric_names import (
     memory_gain,
 )
 from pretrain.rundir.metrics_file import MetricsSummary
-from pretrain.terminal.text import flops_text, number, si
+from pretrain.terminal.text import flops_text, format_number, si
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +53,14 @@ class RunResults:
     def cells(self) -> dict[str, str]:
         """The texts of a table's cells, by the heads of their columns."""
         return {
-            TRAIN_LOSS: number(self.train_loss, ".4f"),
-            VALIDATION_LOSS: number(self.validation_loss, ".4f") + self.when_validated,
-            "bits/byte": number(self.bits_per_byte, ".4f"),
-            MEMORY_GAIN: number(self.memory_gain, "+.4f"),
+            TRAIN_LOSS: format_number(self.train_loss, ".4f"),
+            VALIDATION_LOSS: format_number(self.validation_loss, ".4f") + self.when_validated,
+            "bits/byte": format_number(self.bits_per_byte, ".4f"),
+            MEMORY_GAIN: format_number(self.memory_gain, "+.4f"),
             "parameters": "-" if self.parameters is None else si(self.parameters).strip(),
             "FLOPs": "-" if self.flops is None else flops_text(self.flops),
-            RUN_SPEED: number(self.run_tokens_per_second, ",.0f"),
-            "goodput": number(self.goodput, ".0%"),
+            RUN_SPEED: format_number(self.run_tokens_per_second, ",.0f"),
+            "goodput": format_number(self.goodput, ".0%"),
             "skipped windows": str(self.skipped_windows),
         }
 

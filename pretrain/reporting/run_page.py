@@ -32,7 +32,7 @@ from pretrain.rundir.metric_names import (
     set_losses,
     task_columns,
 )
-from pretrain.terminal.text import counted, fitted_table, number, perplexity, si
+from pretrain.terminal.text import counted, fitted_table, format_number, perplexity, si
 
 MOST_EVENTS = 60
 FIGURES = "figures"  # the directory beside a page
@@ -109,7 +109,7 @@ def summary(history: History) -> str:
     results = history.results
     parts = [
         f"step {history.step:,} of {steps:,}",
-        f"{TRAIN_LOSS} {number(results.train_loss, '.4f')}",
+        f"{TRAIN_LOSS} {format_number(results.train_loss, '.4f')}",
         f"{VALIDATION_LOSS} {results.cells[VALIDATION_LOSS]}",
     ]
     if history.time_spent is not None:
@@ -161,7 +161,7 @@ def _cards(history: History) -> list[Card]:
     words = f"{TRAIN_LOSS}: mean of the latest interval"
     if loss is not None:
         words += f", a perplexity of {perplexity(loss):,.1f}"
-    cards = [Card(number(loss, ".4f"), words)]
+    cards = [Card(format_number(loss, ".4f"), words)]
     if results.validation_loss is not None:
         words = f"{VALIDATION_LOSS} after step {history.evaluations[-1]['step']:,}"
         if results.bits_per_byte is not None:
@@ -193,7 +193,7 @@ def _sets(history: History) -> str:
     if not (losses := set_losses(line)):
         return ""
     rows = [
-        [set_loss_name(printable(name)), number(loss, ".4f"), f"{perplexity(loss):,.2f}"]
+        [set_loss_name(printable(name)), format_number(loss, ".4f"), f"{perplexity(loss):,.2f}"]
         for name, loss in losses.items()
     ]
     words = f"After step {line['step']:,}, with the memory that the run trains with."
@@ -278,7 +278,7 @@ def _numbers(history: History) -> dict[str, str]:
         "tokens": si(history.tokens).strip(),
         **results.cells,
         **{
-            set_loss_name(printable(name)): number(loss, ".4f") + results.when_validated
+            set_loss_name(printable(name)): format_number(loss, ".4f") + results.when_validated
             for name, loss in set_losses(history.summary.evaluation).items()
         },
         **{

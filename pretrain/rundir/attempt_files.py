@@ -1,4 +1,4 @@
-"""Where the files of each attempt are, and what its start says. Torch-free.
+"""The files of each attempt of a run. Torch-free.
 
 RUN/logs/attempt-3/rank-12.log    what rank 12 wrote      rank-12.status    how it ended (Slurm)
                    srun.log       the same of its srun    meeting/port      where rank 0 listens
@@ -35,7 +35,7 @@ class AttemptStart:
     nodes: tuple[str, ...]
 
     def describe(self, beats: Sequence[HeartbeatRecord], now: float) -> str:
-        """For how long it has been starting and, after LATE_SECONDS, which ranks have not come."""
+        """Return how long it has been starting and, after LATE_SECONDS, which ranks are missing."""
         text, late = f"starting for {duration(max(0.0, now - self.time))}", self.late_ranks(beats)
         if not late or now - self.time < LATE_SECONDS:
             return text
@@ -45,15 +45,15 @@ class AttemptStart:
         return f"{text}, {', '.join(names[:MOST_NAMED])}{more} {verb} not come"
 
     def late_rank(self, heartbeats: Sequence[HeartbeatRecord]) -> int | None:
-        """The first of the ranks that have not come, if they are on one node and others have."""
+        """Return the first rank that has not come, if all such are on one node and others came."""
         late = self.late_ranks(heartbeats)
         nodes = {self.nodes[rank] or rank for rank in late}
         return late[0] if len(nodes) == 1 and len(late) < len(self.nodes) else None
 
     def late_ranks(self, heartbeats: Sequence[HeartbeatRecord]) -> list[int]:
-        """The ranks that have not come to the meeting, by their heartbeats."""
-        known = (each for each in heartbeats if each.written >= self.time)
-        come = {each.rank for each in known if each.phase != "launch"}
+        """Return the ranks that have not come to the meeting, by their heartbeats."""
+        known = (beat for beat in heartbeats if beat.written >= self.time)
+        come = {beat.rank for beat in known if beat.phase != "launch"}
         return [rank for rank in range(len(self.nodes)) if rank not in come]
 
 
@@ -78,7 +78,7 @@ class AttemptFiles:
         return self.directory / "meeting" / "port"
 
     def rank_log(self, rank: int | str) -> Path:
-        """The log of a rank; `{rank}` is a place for its number."""
+        """Return the log of a rank; `{rank}` is a place for its number."""
         return self.directory / f"rank-{rank}.log"
 
     def rank_logs(self, num_ranks: int) -> list[Path]:
@@ -97,7 +97,7 @@ class AttemptFiles:
             write_json(self.directory / START, asdict(AttemptStart(time.time(), tuple(nodes))))
 
     def read_start(self) -> AttemptStart | None:
-        """When the attempt began and where, if that was written."""
+        """Return when and where the attempt began, if that was written."""
         with contextlib.suppress(OSError, ValueError):
             return read_value(AttemptStart, self.directory / START)
         return None
@@ -110,27 +110,27 @@ class AttemptFiles:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variable from which ranks know where their files go."""
+        """The environment variable that tells ranks where their files go."""
         return {ATTEMPT_FILES: str(self.directory)}
 
     def traces(self) -> dict[str, list[int]]:
-        """Return prefix of names -> ranks, of what torch's flight recorder left."""
+        """Return prefix -> ranks of the files that torch's flight recorder left."""
         prefixes = ("gloo-rank-", "nccl-rank-")
-        found = {prefix: list(_numbered(self.directory, f"{prefix}*")) for prefix in prefixes}
-        return {prefix: ranks for prefix, ranks in found.items() if ranks}
+        traces = {prefix: list(_numbered(self.directory, f"{prefix}*")) for prefix in prefixes}
+        return {prefix: ranks for prefix, ranks in traces.items() if ranks}
 
     def logged_ranks(self) -> dict[int, Path]:
-        """The logs that ranks have begun, by rank."""
+        """Return the logs that ranks have begun, by rank."""
         return _numbered(self.directory, "rank-*.log")
 
 
 def list_attempts(logs: Path) -> list[AttemptFiles]:
-    """The attempts that left files, oldest first."""
+    """Return the attempts that left files, oldest first."""
     return [AttemptFiles(logs, number) for number in _numbered(logs, "attempt-*")]
 
 
-def open_start(logs: Path, ledger: Sequence[Event]) -> AttemptStart | None:
-    """The start of the latest attempt, if it has neither begun to train nor ended."""
+def unfinished_start(logs: Path, ledger: Sequence[Event]) -> AttemptStart | None:
+    """Return the start of the latest attempt, if it has neither begun to train nor ended."""
     attempts = list_attempts(logs)
     start = attempts[-1].read_start() if attempts else None
     turn = last_event(ledger, TrainingBegan, AttemptEnded)
@@ -138,12 +138,12 @@ def open_start(logs: Path, ledger: Sequence[Event]) -> AttemptStart | None:
 
 
 def _numbered(directory: Path, form: str) -> dict[int, Path]:
-    """The paths that have a number in place of the `*`, by that number."""
+    """Return the paths with a number where the form has `*`, by that number."""
     before, _, after = form.partition("*")
     paths = {path.name[len(before) :].removesuffix(after): path for path in directory.glob(form)}
     return dict(sorted((int(name), path) for name, path in paths.items() if name.isdecimal()))
 
 
 def trace_prefix(logs: Path, backend: str, environment: Mapping[str, str]) -> str:
-    """The path of a rank's file without the rank; attempt 0 for a rank without a launcher."""
+    """Return the path of a rank's file without the rank; attempt 0 without a launcher."""
     return f"{environment.get(ATTEMPT_FILES) or AttemptFiles(logs, 0).directory}/{backend}-rank-"

@@ -2,7 +2,7 @@
 
 Within rounding is for runs whose numbers of ranks or ZeRO stages differ: the length of the
 difference of two tensors may be a fraction of their length. Each function returns a line per
-difference, and nothing if there is none.
+difference.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ COUNTERS = ("step", "tokens_seen", "optimizer_steps", "loss_scale")
 def run_differences(
     left: RunDir, right: RunDir, step: int, tolerance: float | None = None
 ) -> list[str]:
-    """Where losses or the checkpoints of `step` differ.
+    """Return where losses or the checkpoints of `step` differ.
 
-    With a tolerance, which is that of losses, checkpoints may differ by rounding.
+    With a tolerance of losses, checkpoints may differ by rounding.
     """
-    ours, theirs = (verify(step_directory(each.checkpoints, step)) for each in (left, right))
+    ours, theirs = (verify(step_directory(run.checkpoints, step)) for run in (left, right))
     if tolerance is None:
         of_state = differing_state(ours, theirs)
     else:
@@ -42,7 +42,7 @@ def run_differences(
 
 
 def differing_losses(left: RunDir, right: RunDir, tolerance: float | None = None) -> list[str]:
-    """Where the metrics of steps differ.
+    """Return where the metrics of steps differ.
 
     With a tolerance, losses may differ by that fraction and gradient norms by any; learning rates
     and tokens must be equal in both cases.
@@ -88,9 +88,9 @@ def differing_values(left: Checkpoint, right: Checkpoint, tolerance: float) -> l
 
 
 def differing_state(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """Where checkpoints of the same number of ranks differ: tensors, cursors, counters."""
+    """Return where checkpoints of equal numbers of ranks differ: tensors, cursors, counters."""
     problems = _differing_counters(left, right, (*COUNTERS, "world_size"))
-    cursors = [[report["cursor"] for report in found.rank_reports] for found in (left, right)]
+    cursors = [[report["cursor"] for report in saved.rank_reports] for saved in (left, right)]
     if cursors[0] != cursors[1]:
         problems.append("lane cursors differ")
     for name in sorted(left.files.keys() | right.files.keys()):
@@ -99,7 +99,7 @@ def differing_state(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 
 def difference_lines(problems: list[str]) -> str:
-    """The first few problems and how many more there are."""
+    """Return the first few problems and the number of the others."""
     shown = "\n".join(f"  {problem}" for problem in problems[:MAX_SHOWN])
     more = len(problems) - MAX_SHOWN
     return shown + (f"\n  and {more} more" if more > 0 else "")
@@ -122,8 +122,8 @@ def _differing_counters(left: Checkpoint, right: Checkpoint, keys: tuple[str, ..
 
 def _differing_memories(left: Checkpoint, right: Checkpoint, tolerance: float) -> list[str]:
     ours, theirs = (
-        load_memory(found, range(sum(report["num_lanes"] for report in found.rank_reports))) or {}
-        for found in (left, right)
+        load_memory(saved, range(sum(report["num_lanes"] for report in saved.rank_reports))) or {}
+        for saved in (left, right)
     )
     if ours.keys() != theirs.keys():
         return [f"memories: {len(ours)} parts against {len(theirs)}"]

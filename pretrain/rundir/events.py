@@ -1,8 +1,7 @@
 """What can happen to a run, as data: the events of its ranks, supervisors, Slurm jobs and commands.
 
-A frozen dataclass per kind of event. `ledger.py` stores them in RUN/ledger.jsonl and reads them
-back. Reasons and next actions are enums. All text about events is at the end of this file, and is
-never parsed. First come the exit statuses of ranks, and how to read them. Torch-free.
+A frozen dataclass per kind of event, which `ledger.py` stores and reads. Reasons and next actions
+are enums. All text about events is at the end of this file, and is never parsed. Torch-free.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Event:
 class TrainingBegan(Event):
     """Training began: from initial weights, or from the checkpoint of `step`.
 
-    `attempt` is the token of its fence: JOB.RESTART.NUMBER.RANDOM on Slurm. `changes` are those of
-    the environment since the attempt before: name -> [old, new]. With any, results are no longer
-    bitwise those of an uninterrupted run.
+    `attempt` is the token of its fence: JOB.RESTART.NUMBER.RANDOM on Slurm. `changes` since the
+    previous attempt are of the environment: name -> [old, new]. With any, results are no longer
+    bitwise as in an uninterrupted run.
     """
 
     step: int
@@ -86,17 +85,14 @@ class TrainingEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsChanged(Event):
-    """Settings that differ from those the run had so far: name -> [old, new]."""
+    """Settings that the run had otherwise so far: name -> [old, new]."""
 
     changes: dict[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Event):
-    """Written by the rank that ran out of memory.
-
-    `settings` are those that a rank's need depends on.
-    """
+    """Written by the rank that ran out of memory, with the `settings` that its need depends on."""
 
     rank: int
     micro_batch_lanes: int
@@ -115,16 +111,16 @@ class Published(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeFrom(Event):
-    """A user wants the next start to resume from `step`, whatever the run has published since; or,
-    without a step, that was refused."""
+    """A user wants the next start to resume from `step`, whatever was published since; without a
+    step: that was refused."""
 
     step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mirrored(Event):
-    """The checkpoint of `step` is in the object store at `url`, read back and compared; or not yet,
-    because of `problem`, and the upload is tried again."""
+    """The checkpoint of `step` is in the object store at `url`, read back and compared; with a
+    `problem` it is not, and the upload is tried again."""
 
     step: int
     url: str
@@ -142,8 +138,8 @@ class Restored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown(Event):
-    """Steps until `step` took `seconds` longer than usual, because of `rank` if it was one; or that
-    rank takes `ratio` times as long as the others for its own part of every step, `seconds`."""
+    """Steps until `step` took `seconds` longer than usual, because of `rank` if it was one; with a
+    `ratio`, that rank takes so much longer than the others for its part of every step."""
 
     step: int
     seconds: float
@@ -153,13 +149,15 @@ class Slowdown(Event):
 
 @dataclass(frozen=True)
 class Spike:
-    """Steps in a row, up to the latest, with anomalous losses or skipped updates; or the last of
-    them, of which too many were `skipped`, or after which there is another `problem`."""
+    """Consecutive steps, up to the latest, with anomalous losses or skipped updates.
+
+    Or the last steps: too many of them were `skipped`, or there is a `problem` after them.
+    """
 
     first_step: int
     last_step: int
     loss: float | None = None  # the highest; None if every step was skipped
-    usual: float | None = None  # the median before
+    usual: float | None = None  # the previous median
     skipped: int | None = None
     problem: str = ""  # what is not finite after the last step
 
@@ -273,9 +271,9 @@ class ReplacedBecause(Enum):
     UNREADY = "unready"  # it does not respond, or does not start the ranks' program
 
 
-# How a job ended when nothing interrupted the run, or when other events say what did.
+# How a job ended when nothing interrupted the run, or when other events show what did.
 UNEVENTFUL = (JobEndReason.FINISHED, JobEndReason.GAVE_UP, JobEndReason.CANCELED)
-# Interruptions that belong to sharing a cluster; every other one is a failure.
+# Interruptions that belong to sharing a cluster; any other is a failure.
 PLANNED = (
     JobEndReason.STOP_REQUESTED,
     JobEndReason.TIME_LIMIT,
@@ -312,7 +310,7 @@ class AttemptEnded(Event):
         ):
             if rank is None:
                 done = (0, EXIT_STOPPED)
-                rank = next(n for n, each in enumerate(self.statuses) if each not in done)
+                rank = next(n for n, status in enumerate(self.statuses) if status not in done)
             cause = f"rank {rank} {describe_exit(self.statuses[rank])}"
         else:
             cause = _ATTEMPT_CAUSES[self.reason]
@@ -395,7 +393,7 @@ class NodesUnready(Event):
 
     @property
     def cause(self) -> str:
-        """What is wrong with which nodes; of many, how many and the first."""
+        """What is wrong with the nodes; of many, their number and the first."""
         problems = [f"{node} {problem}" for node, problem in self.problems.items()]
         more = f"{len(problems)} nodes, such as {problems[0]}" if problems[4:] else ""
         return more or "; ".join(problems)
@@ -447,7 +445,7 @@ _JOB_CAUSES = {
 
 
 def not_bitwise(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """What a start in another environment says."""
+    """Return the warning of a start in another environment."""
     return f"not bitwise from here: {_changed(changes)}"
 
 
@@ -478,9 +476,9 @@ def _description(event: Event) -> str:
             return "the step that a user asked for was refused"
         case ResumeFrom(step=step):
             return f"a user asked to resume from {f'step {step}' if step else 'the beginning'}"
-        case Mirrored(url=url, problem=problem):
+        case Mirrored(step=step, url=url, problem=problem):
             where = f"not in {url}: {problem}" if problem else f"in {url}"
-            return f"the checkpoint of step {event.step} is {where}"
+            return f"the checkpoint of step {step} is {where}"
         case Restored():
             return f"restored the checkpoint of step {event.step} from {event.url}"
         case Slowdown(rank=rank, ratio=ratio):

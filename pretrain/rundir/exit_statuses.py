@@ -15,19 +15,19 @@ EXIT_STOPPED = 75
 EXIT_OUT_OF_MEMORY = 76
 # Storage failed, or the host had no memory left: nothing is wrong with the run (EX_IOERR).
 EXIT_SITE_FAILED = 74
-# Of a rank whose program was never run: its node or its container failed before. Shells use it too.
+# A rank's program was never run: its node or its container failed before. Shells use it, too.
 NEVER_STARTED = 127
-# Of ranks that say in their last line what has to change: the cause of all other ends.
+# The rank's last line says what has to change: this is the cause of all other ends.
 EXPLAINED = (EXIT_USER_ERROR, EXIT_NODE_UNUSABLE, EXIT_SITE_FAILED)
 
 
 def ended_by_watchdog(status: int) -> bool:
-    """Whether the rank's watchdog ended it; nothing else sends that signal."""
+    """Return whether the rank's watchdog ended it; nothing else sends that signal."""
     return status == -END_SIGNAL
 
 
 def describe_exit(status: int) -> str:
-    """An exit status as people say it; -N stands for signal N, as in `subprocess`."""
+    """Describe an exit status; -N stands for signal N, as in `subprocess`."""
     if status == NEVER_STARTED:
         return "never started"
     if status == EXIT_NODE_UNUSABLE:

@@ -2,11 +2,10 @@
 
     RUN/heartbeats/ranks-from-00008.jsonl    a line of SLOT_BYTES for each rank of one node
 
-Each rank writes its own line in place, at most once a second and at least every 5 seconds. The
-writes go to the node's page cache, which the ranks' own host sees at once. Rank n of the node syncs
-the file every 10 (n + 1) seconds: a shared file system gets few requests per node, not one per rank
-and second. A line in place also needs no space on a full disk. The ranks of a node have consecutive
-numbers.
+Each rank writes its own line in place, at most once a second and at least every 5 seconds, which
+needs no space on a full disk. Writes go to the node's page cache, which the ranks' own host sees at
+once. Rank n of the node syncs the file every 10 (n + 1) seconds: a shared file system gets few
+requests per node, not one per rank and second. The ranks of a node have consecutive numbers.
 
 A rank that exits cleanly blanks its line. A killed rank leaves it behind; `pid` tells whether the
 rank lives.
@@ -39,7 +38,7 @@ Phase = Literal["launch", "start", "train", "evaluate", "save", "wait"]
 
 _STARTING: tuple[Phase, ...] = ("launch", "start")  # before and after it comes to the meeting
 
-DIRECTORY = "heartbeats"  # in that of the run
+DIRECTORY = "heartbeats"  # in the run's
 SLOT_BYTES = 512
 WRITE_SECONDS = 1.0
 REWRITE_SECONDS = 5.0  # without a beat: the host's own clock says for how long there was none
@@ -49,7 +48,7 @@ _LARGEST_BYTES = 1 << 16  # of the heartbeats of a node
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatRecord:
-    """What a rank said last."""
+    """The last report of a rank."""
 
     rank: int
     time: float  # when the rank last made progress
@@ -66,7 +65,7 @@ class HeartbeatRecord:
         return Path(f"/proc/{self.pid}").exists() if is_here else None
 
     def seconds_without_progress(self, now: float) -> float:
-        """By the clock of the rank's host; `now` is this host's."""
+        """Return them by the clock of the rank's host; `now` is this host's."""
         return (now if self.is_alive else self.written) - self.time
 
     @property
@@ -76,20 +75,17 @@ class HeartbeatRecord:
 
 
 def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
-    """The ranks' heartbeats in rank order; of a rank that moved, the latest.
-
-    What is being replaced or is damaged is skipped.
-    """
+    """Return the ranks' latest heartbeats in rank order; damaged ones are skipped."""
     latest: dict[int, HeartbeatRecord] = {}
     for records in read_together(_records_in, list(directory.glob("ranks-from-*.jsonl"))):
         for record in records:
             known = latest.setdefault(record.rank, record)
-            latest[record.rank] = max(known, record, key=lambda each: each.written)
+            latest[record.rank] = max(known, record, key=lambda beat: beat.written)
     return [latest[rank] for rank in sorted(latest)]
 
 
 def node_file(directory: Path, first_rank: int) -> Path:
-    """The file of the ranks of a node, by the first of them."""
+    """Return the file of the ranks of a node, by the first of them."""
     return directory / f"ranks-from-{first_rank:05d}.jsonl"
 
 
@@ -104,7 +100,7 @@ def _records_in(path: Path) -> list[HeartbeatRecord]:
 
 
 class Heartbeat:
-    """Use as a context manager.
+    """The heartbeat of this rank, a context manager.
 
     While it is open, SIGQUIT writes every thread's Python stack to stderr and the process
     continues. After `watchdog_timeout_seconds` without a beat, in which the process was not
@@ -132,16 +128,13 @@ class Heartbeat:
         self._writer = threading.Thread(target=self._write_beats, name="heartbeat", daemon=True)
 
     def beat(self, step: int, phase: Phase) -> None:
-        """Report that `step` updates are done and what comes next.
-
-        Cheap: another thread writes the file.
-        """
+        """Report that `step` updates are done and what comes next. Another thread writes."""
         self._beat = (time.time(), step, phase)
         if self._watchdog is not None:
             self._watchdog.notify(self._watchdog_timeout_seconds)
 
     def allow(self, seconds: float) -> None:
-        """Report progress; from now on a beat is due in so many seconds."""
+        """Report progress; from now on a beat is due within these seconds."""
         self._watchdog_timeout_seconds = seconds
         self.beat(*self._beat[1:])
 
@@ -167,8 +160,8 @@ class Heartbeat:
         with contextlib.suppress(OSError, DataError):
             # Another attempt's rank may have the slot by now.
             ours = (socket.gethostname(), os.getpid())
-            found = [each for each in _records_in(self._path) if each.rank == self._rank]
-            if all((each.hostname, each.pid) == ours for each in found):
+            beats = [beat for beat in _records_in(self._path) if beat.rank == self._rank]
+            if all((beat.hostname, beat.pid) == ours for beat in beats):
                 self._write(b" " * (SLOT_BYTES - 1) + b"\n")
         self._close()
 
@@ -183,14 +176,9 @@ class Heartbeat:
                 try:
                     when, step, phase = beat
                     record = HeartbeatRecord(
-                        rank=self._rank,
-                        time=when,
-                        written=time.time(),
-                        step=step,
-                        phase=phase,
-                        hostname=socket.gethostname(),
-                        pid=os.getpid(),
-                    )
+                        rank=self._rank, time=when, written=time.time(), step=step, phase=phase,
+                        hostname=socket.gethostname(), pid=os.getpid(),
+                    )  # fmt: skip
                     self._write(record.line)
                     failed = False
                     if now - synced >= SYNC_SECONDS * (1 + self._local_rank):

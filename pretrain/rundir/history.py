@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pretrain.checkpoint.facts import EVER, Destination, Fact, History
+from pretrain.checkpoint.facts import EVER, AttemptHistory, Destination, Fact
 from pretrain.rundir.events import (
     PLANNED,
     UNEVENTFUL,
@@ -39,8 +39,11 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.metrics_file import MetricsSummary, TimeSpent
 
+E = TypeVar("E", bound=Event)
+_FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 
-def attempt_history(ledger: Sequence[Event]) -> History:
+
+def attempt_history(ledger: Sequence[Event]) -> AttemptHistory:
     """Return which steps of which attempt no later start, rewind or restore has undone."""
     # Checkpoints of earlier versions do not name their attempt: those before the first fact.
     first_told = next((n for n, event in enumerate(ledger) if isinstance(event, Published)), None)
@@ -52,13 +55,13 @@ def attempt_history(ledger: Sequence[Event]) -> History:
                 unknown = limit
         back_to = _back_to(event)
         limit = limit if back_to is None else min(limit, back_to)
-    return History(standing, limit if unknown is None else unknown)
+    return AttemptHistory(standing, limit if unknown is None else unknown)
 
 
 def published_facts(ledger: Sequence[Event], root: str, nodes: str = "nodes' disks") -> list[Fact]:
     """Return what the run has published and not undone; `root` names the run directory's.
 
-    Starts of earlier versions told less: from which step they began and where they ended.
+    Starts of earlier versions recorded only the step where they began, and where they ended.
     """
     history, facts, tells = attempt_history(ledger), list[Fact](), False
     names = {Destination.RUN_DIRECTORY: root, Destination.NODES: nodes}
@@ -107,34 +110,33 @@ def asked_step(ledger: Sequence[Event]) -> int | None:
     return last.step if isinstance(last, ResumeFrom) else None
 
 
-E = TypeVar("E", bound=Event)
-_FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
-
-
 def find_events(ledger: Sequence[Event], *kinds: type[E]) -> list[E]:
-    """The events of these kinds."""
+    """Return the events of these kinds."""
     return [event for event in ledger if isinstance(event, kinds)]
 
 
 def last_event(ledger: Sequence[Event], *kinds: type[E]) -> E | None:
-    """The last event of one of these kinds."""
+    """Return the last event of one of these kinds."""
     return next((event for event in reversed(ledger) if isinstance(event, kinds)), None)
 
 
 def last_stored(ledger: Sequence[Event]) -> Mirrored | Restored | None:
-    """The last event that says which checkpoint is in the object store."""
-    stored = find_events(ledger, Mirrored, Restored)
-    return next((e for e in stored[::-1] if isinstance(e, Restored) or not e.problem), None)
+    """Return the last event that says which checkpoint is in the object store."""
+    return last_event(
+        [event for event in ledger if not isinstance(event, Mirrored) or not event.problem],
+        Mirrored,
+        Restored,
+    )
 
 
 def work_dirs(ledger: Sequence[Event]) -> list[str]:
-    """Where the run's jobs work: Slurm uses the numbers of jobs again."""
+    """Return where the run's jobs work: Slurm uses the numbers of jobs again."""
     dirs = (event.work_dir for event in find_events(ledger, Submitted))
     return list(dict.fromkeys(filter(None, dirs)))
 
 
 def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:
-    """The events except for those of jobs that ended because another job had the run."""
+    """Return the events without jobs that ended because another job had the run."""
     refused = {
         end.job for end in find_events(ledger, JobEnded) if end.reason is JobEndReason.RUN_IN_USE
     }
@@ -142,7 +144,7 @@ def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:
 
 
 def began_in(event: Event, start: str) -> bool:
-    """Whether ranks of this job (17), or of this start of a job (17.2), began to train.
+    """Return whether ranks of this job (17), or of this start of a job (17.2), began to train.
 
     They may write that after the end of their job, which its supervisor writes as soon as Slurm
     announces it.
@@ -151,7 +153,7 @@ def began_in(event: Event, start: str) -> bool:
 
 
 def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
-    """How often ranks were started; an attempt that ended before its first step counts too."""
+    """Return how often ranks were started, attempts without a first step included."""
     count, is_open = 0, False
     for event in ledger:
         if isinstance(event, TrainingBegan):
@@ -163,10 +165,7 @@ def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
 
 @dataclass(frozen=True)
 class Interruption:
-    """An unplanned end of an attempt, or one that Slurm imposed.
-
-    The latter is no failure of the run.
-    """
+    """An unplanned end of an attempt; one that Slurm imposed is no failure of the run."""
 
     time: float
     step: int
@@ -175,13 +174,12 @@ class Interruption:
 
 
 def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruption]:
-    """What interrupted the run, once for each attempt or job.
+    """Return what interrupted the run, once for each attempt or job.
 
     A supervisor that is killed writes nothing, and its ranks die with it. So an attempt without an
-    end is one that was lost: when the next one begins, or when nothing of the run is running any
-    more.
+    end was lost, once the next one begins or nothing of the run is running any more.
     """
-    found: list[Interruption] = []
+    ends: list[Interruption] = []
     open_attempt: TrainingBegan | None = None
     inside: OutOfMemory | GaveUp | None = None  # why the open attempt is about to end
     ended_job, step = "", 0
@@ -189,9 +187,9 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
         step = getattr(event, "step", None) or step
         if isinstance(event, TrainingBegan) and not (ended_job and began_in(event, ended_job)):
             if inside is not None:  # restarted within the process, without a supervisor's word
-                found.append(Interruption(inside.time, event.step, inside.description))
+                ends.append(Interruption(inside.time, event.step, inside.description))
             elif open_attempt is not None:
-                found.append(_lost(event.time, event.step))
+                ends.append(_lost(event.time, event.step))
             open_attempt, inside = event, None
         elif isinstance(event, (OutOfMemory, GaveUp)):
             inside = inside or event
@@ -201,31 +199,31 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
             if event.next in _FAILED:
                 # where training gave up by itself, the supervisor only saw a rank's exit status
                 cause = str(inside.spike) if isinstance(inside, GaveUp) else event.cause
-                found.append(Interruption(event.time, event.step, cause))
+                ends.append(Interruption(event.time, event.step, cause))
             open_attempt = inside = None
         elif isinstance(event, JobEnded):
             if event.reason not in UNEVENTFUL:
                 is_failure = event.reason not in PLANNED
-                found.append(Interruption(event.time, step, event.cause, is_failure))
+                ends.append(Interruption(event.time, step, event.cause, is_failure))
             open_attempt, inside, ended_job = None, None, f"{event.job}.{event.restart}"
         elif isinstance(event, NodeReplaced):
-            if found and isinstance(before, AttemptEnded):
+            if ends and isinstance(before, AttemptEnded):
                 words = event.description
                 if event.reason is not ReplacedBecause.NODE_FAILED:  # else this is why it ended
-                    words = f"{found[-1].description}; {words}"
-                found[-1] = replace(found[-1], description=words)
+                    words = f"{ends[-1].description}; {words}"
+                ends[-1] = replace(ends[-1], description=words)
         elif isinstance(event, SupervisorKilled):
-            found.append(Interruption(event.time, step, "its supervisor was killed"))
+            ends.append(Interruption(event.time, step, "its supervisor was killed"))
             open_attempt = inside = None
         elif isinstance(event, Canceled):
             open_attempt, inside, ended_job = None, None, event.job
         elif isinstance(event, JobStarted):  # which may have the number of the one that ended
             ended_job = ""
     if inside is not None and not is_running:
-        found.append(Interruption(inside.time, step, inside.description))
+        ends.append(Interruption(inside.time, step, inside.description))
     elif open_attempt is not None and not is_running:
-        found.append(_lost(ledger[-1].time, open_attempt.step))
-    return found
+        ends.append(_lost(ledger[-1].time, open_attempt.step))
+    return ends
 
 
 def _lost(when: float, step: int) -> Interruption:
@@ -233,7 +231,7 @@ def _lost(when: float, step: int) -> Interruption:
 
 
 def skipped_windows(ledger: Sequence[Event]) -> list[range]:
-    """The windows of segments that rewinds skip, in order; overlapping ones are joined."""
+    """Return the windows of segments that rewinds skip, in order; overlapping ones are joined."""
     windows: list[range] = []
     for start, stop in sorted(event.segments for event in find_events(ledger, Rewind)):
         if windows and start <= windows[-1].stop:
@@ -244,12 +242,12 @@ def skipped_windows(ledger: Sequence[Event]) -> list[range]:
 
 
 def is_finished(event: Event) -> bool:
-    """Whether all steps were made."""
+    """Return whether all steps were made."""
     return _how(event) in (Outcome.FINISHED, NextAction.FINISHED)
 
 
 def is_stopped(event: Event) -> bool:
-    """Whether an attempt stopped on request, or none was made any more."""
+    """Return whether an attempt stopped on request, or no other was made."""
     return isinstance(event, Interrupted) or _how(event) in (Outcome.STOPPED, NextAction.STOPPED)
 
 

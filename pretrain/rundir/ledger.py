@@ -18,27 +18,25 @@ from foundation.errors import os_error_text
 from foundation.files import append_whole, lines_of, warn_of_lines
 from foundation.retry import Patience, outlast
 from foundation.typed_values import from_tree, json_text, parse_json, to_tree
-from pretrain.rundir.events import (
-    Event,
-)
+from pretrain.rundir.events import Event
 from pretrain.rundir.history import without_refused_jobs
 
 NOTABLE_SECONDS = 60.0  # by which clocks of a cluster do not differ
+EVENTS = {kind.name(): kind for kind in Event.__subclasses__()}
+logger = logging.getLogger(__name__)
 
 
 def in_order(events: Sequence[Event], now: float) -> tuple[list[Event], int]:
-    """The events with times that never fall and are not after `now`, and how many were far off: no
-    time between two events is negative, or counted twice."""
-    latest, found, num_off = 0.0, [], 0
+    """Return the events with times that never fall nor exceed `now`, and how many were far off.
+
+    So no time between two events is negative, or counted twice.
+    """
+    latest, ordered, num_off = 0.0, [], 0
     for event in events:
         latest = max(latest, min(event.time, now))
         num_off += abs(event.time - latest) > NOTABLE_SECONDS
-        found.append(replace(event, time=latest))
-    return found, num_off
-
-
-EVENTS = {kind.name(): kind for kind in Event.__subclasses__()}
-_log = logging.getLogger(__name__)
+        ordered.append(replace(event, time=latest))
+    return ordered, num_off
 
 
 class Ledger:
@@ -57,34 +55,30 @@ class Ledger:
         outlast(self._patience, lambda: self._write(event))
 
     def append_if_possible(self, event: Event) -> None:
-        """Add an event that nothing waits for: if storage fails, it is in the log alone."""
+        """Add an event that nothing waits for: if storage fails, it is only logged."""
         try:
             self._write(replace(event, time=time.time()))
         except OSError as error:
-            _log.warning("not in the ledger: %s: %s", event.description, os_error_text(error))
+            logger.warning("not in the ledger: %s: %s", event.description, os_error_text(error))
 
     def _write(self, event: Event) -> None:
         append_whole(self.path, event_line(event), sync=True)
 
     def history(self) -> list[Event]:
-        """The events of the run, at times that can be subtracted from each other and from now.
+        """Return the run's events, at times that can be subtracted from each other and from now.
 
-        One warning says so if clocks differed; events of jobs that another job kept out are left
-        out.
+        Events of jobs that another job kept out are skipped. Warns if clocks differed.
         """
         events, num_off = in_order(without_refused_jobs(self.read()), time.time())
         if num_off:
-            what = "events have times in the future or out of order"
-            _log.warning(
-                "%s: %d %s; clocks differ, durations are estimates", self.path, num_off, what
-            )
+            logger.warning(
+                "%s: %d events have times in the future or out of order; clocks differ, durations "
+                "are estimates", self.path, num_off,
+            )  # fmt: skip
         return events
 
     def read(self) -> list[Event]:
-        """All events, oldest first.
-
-        Lines that are damaged or unknown are skipped with one warning.
-        """
+        """Return all events, oldest first; damaged or unknown lines are skipped, with a warning."""
         events, unusable = [], []
         for number, line in enumerate(lines_of(self.path), start=1):
             if not line.strip():
@@ -96,12 +90,12 @@ class Ledger:
                 events.append(from_tree(EVENTS[tree.pop("event")], {**tree, "time": when}))
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 unusable.append(number)
-        warn_of_lines(_log, self.path, "an event", unusable)
+        warn_of_lines(logger, self.path, "an event", unusable)
         return events
 
 
 def event_line(event: Event) -> bytes:
-    """The event as its line in the file."""
+    """Return the event's line in the file."""
     fields = to_tree(event)
     when = datetime.datetime.fromtimestamp(fields.pop("time"), datetime.timezone.utc)
     head = {"time": when.isoformat(timespec="milliseconds"), "event": event.name()}

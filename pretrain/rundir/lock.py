@@ -1,14 +1,12 @@
-"""Locks of a run directory: RUN/launcher.lock, RUN/train.lock, RUN/submit.lock. Torch-free.
+"""Who may write in a run directory: its locks, and the fence of its latest attempt. Torch-free.
 
-    {"pid": 4711, "holder": "launcher", "hostname": "n1"}
+RUN/launcher.lock, train.lock and submit.lock contain {"pid": 4711, "holder": "launcher",
+"hostname": "n1"}. The file stays when its holder ends; the kernel then drops the lock, whatever
+ended the process.
 
-The file stays when its holder ends; the kernel then drops the lock, whatever ended the process.
-
-Fencing: only the latest attempt of a run may write. RUN/attempt contains its token.
-
-Ranks on a node that was cut off from the network may still run after the run has restarted
-elsewhere. They find another token there, and exit before they write a measurement or publish a
-checkpoint.
+RUN/attempt contains the token of the latest attempt. Ranks on a node that was cut off from the
+network may still run after the run has restarted elsewhere. They find another token there, and exit
+before they write a measurement or publish a checkpoint.
 """
 
 from __future__ import annotations
@@ -70,12 +68,11 @@ class Lock:
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]:
-    """Hold the lock `path`, at the latest until this process ends; ConfigError names another
-    holder.
+def run_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]:
+    """Hold the lock, until this process ends at the latest; ConfigError names another holder.
 
-    A fenced process continues next to a holder on another host: that host may be cut off from the
-    network, and then nobody can release its lock; the token of its attempt keeps it from writing.
+    A fenced process continues next to a holder on another host, which may be cut off from the
+    network and then cannot release its lock: the token of its attempt keeps it from writing.
     """
     with held_lock(path) as file:
         if file is None:
@@ -102,9 +99,9 @@ def exclusive_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator
 
 
 def read_lock(path: Path) -> Lock | None:
-    """Who took the lock last, and whether it is still held; None if it was never taken.
+    """Return who took the lock last, and whether it is still held.
 
-    Also None if this user may not look.
+    None if it was never taken, or this user may not look.
     """
     try:
         owner, since = read_value(Lock, path), path.stat().st_mtime

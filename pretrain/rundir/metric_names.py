@@ -1,8 +1,8 @@
-"""What each name of a loss means. Whatever shows a loss takes it, and its name, from here.
+"""What each loss and speed is called, and means, wherever it is shown. Torch-free.
 
 step loss        of one step: the mean over its tokens on all ranks; `loss` in metrics.jsonl
 train loss       the mean step loss of an interval of metrics, without skipped steps; `train_loss`
-                 in the interval's last line. A run's is that of its latest interval with such steps
+                 in the interval's last line. A run has its latest interval's with such steps
 smoothed loss    a curve: the mean step loss of the steps around each step, a 60th of the run's
                  steps to each side
 validation loss  of the latest evaluation, with the memory that the run trains with; `loss` in its
@@ -10,23 +10,15 @@ validation loss  of the latest evaluation, with the memory that the run trains w
 loss of a set    the same of another corpus (`evaluation.sets`, or a part of a mixture), in the same
                  line: `loss/NAME`, and `bits_per_byte/NAME`
 memory gain      how much lower the validation loss is than without memory, of the same evaluation
-
-All but bits per byte are in nats per token. Torch-free.
-
-What each name of a speed means. Whatever shows a training speed takes its name from here.
-
-tokens/s         of an interval of metrics: tokens that its steps read, over the seconds they took;
+tokens/s         of an interval of metrics: tokens of its steps over their seconds;
                  `tokens_per_second` in the interval's last line, tok/s in the log
-recent tokens/s  the median of the latest five of those: how fast the run is now, from which the
-                 time left follows
-run tokens/s     tokens of all steps that count, over the seconds these took
-
+recent tokens/s  the median of the latest five intervals; the time left follows from it
+run tokens/s     tokens of all steps that count, over their seconds
 scored tokens/s  of an evaluation: tokens of the split that it scored, over its seconds
 
-Tokens are those of all ranks. Seconds of the first three are those of training, with waiting for
-data and without evaluation, waiting for saves, stalls and restarts, which goodput has.
-
-Metrics of lm-eval's tasks in the line of an evaluation: `tasks/TASK/METRIC`.
+All losses but bits per byte are in nats per token. Tokens are of all ranks. Seconds are of
+training, with waiting for data and without evaluation, waiting for saves, stalls and restarts,
+which goodput has. Metrics of lm-eval's tasks in the line of an evaluation: `tasks/TASK/METRIC`.
 """
 
 from __future__ import annotations
@@ -40,7 +32,10 @@ if TYPE_CHECKING:
 
 STEP_LOSS, TRAIN_LOSS, SMOOTHED_LOSS = "step loss", "train loss", "smoothed loss"
 VALIDATION_LOSS, MEMORY_GAIN = "validation loss", "memory gain"
+SPEED, RECENT_SPEED, RUN_SPEED = "tokens/s", "recent tokens/s", "run tokens/s"
+SCORED_SPEED = "scored tokens/s"
 _SET_LOSS, _SET_BITS = "loss/", "bits_per_byte/"
+_TASKS, _NO_FILTER = "tasks/", "none"
 _SMOOTHED_PARTS = 60
 
 
@@ -51,13 +46,13 @@ def train_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def smoothed_loss(losses_X: np.ndarray, num_steps_X: np.ndarray) -> np.ndarray:
-    """Return the smoothed loss at each X: a step, or so many with the sum of their losses."""
+    """Return the smoothed loss at each X: a step, or several with the sum of their losses."""
     import numpy as np  # late: `launcher` starts without it
 
     count = len(losses_X)
     width = max(1, count // _SMOOTHED_PARTS)
     sums_X, counts_X = (
-        np.concatenate([[0.0], np.cumsum(each_X)]) for each_X in (losses_X, num_steps_X)
+        np.concatenate([[0.0], np.cumsum(values_X)]) for values_X in (losses_X, num_steps_X)
     )
     begins_X = np.maximum(np.arange(count) - width, 0)
     ends_X = np.minimum(np.arange(count) + width + 1, count)
@@ -90,23 +85,17 @@ def set_loss_name(name: str) -> str:
     return f"{VALIDATION_LOSS} of {name}"
 
 
-SPEED, RECENT_SPEED, RUN_SPEED = "tokens/s", "recent tokens/s", "run tokens/s"
-SCORED_SPEED = "scored tokens/s"
-_TASKS = "tasks/"
-_NO_FILTER = "none"
-
-
 def task_values(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     """Return the fields of tasks from the harness's results; None for NaN and inf."""
-    found: dict[str, float | None] = {}
+    fields: dict[str, float | None] = {}
     for task, metrics in results.items():
         for key, value in metrics.items():
             metric, _, chosen = key.partition(",")
             if not chosen or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             name = metric if chosen == _NO_FILTER else f"{metric}/{chosen}"
-            found[f"{_TASKS}{task}/{name}"] = float(value) if math.isfinite(value) else None
-    return found
+            fields[f"{_TASKS}{task}/{name}"] = float(value) if math.isfinite(value) else None
+    return fields
 
 
 def task_columns(evaluation: Mapping[str, Any] | None) -> dict[str, float]:

@@ -1,9 +1,8 @@
-"""RUN/metrics.jsonl: the only reader of its lines; `pretrain/metrics/` writes them. Torch-free.
+"""Reading RUN/metrics.jsonl, and a run's measurements in a few numbers. Torch-free.
 
-A line is damaged if it is not the measurement that a step or an evaluation writes: disks flip bits,
-and people edit files. Damaged lines are skipped, and one warning has their numbers.
-
-A run's measurements in a few numbers, from lines of metrics.jsonl one by one.
+`pretrain/metrics/` writes the file. A line is damaged if it is not the measurement that a step or
+an evaluation writes: disks flip bits, and people edit files. Damaged lines are skipped, and one
+warning has their numbers.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ RECENT_INTERVALS = 5  # whose median is the recent speed
 
 
 def parse_measurement(line: bytes) -> dict[str, Any] | None:
-    """What a line measured; None if it is damaged or not whole yet."""
+    """Return what a line measured; None if it is damaged or not whole yet."""
     try:
         tree = _DECODER.decode(line.decode())
     except (ValueError, RecursionError):  # also text that is not UTF-8, or nested deeply
@@ -77,10 +76,10 @@ def parse_measurement(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_measured(name: str, value: Any) -> bool:
-    """Whether this can be the value of that field: JSON has numbers that no run measures."""
+    """Return whether a run can measure this value: JSON has numbers that none does."""
     if name == "totals":
         return isinstance(value, dict) and all(
-            _is_measured("seconds", each) for each in value.values()
+            _is_measured("seconds", seconds) for seconds in value.values()
         )
     if type(value) in (float, int, bool):
         least, most = (0.0, _LARGEST[name]) if name in _LARGEST else _ANY_NUMBER
@@ -91,7 +90,7 @@ def _is_measured(name: str, value: Any) -> bool:
 def latest_measurements(
     path: Path, most: int = _TAIL_BYTES, containing: bytes = b""
 ) -> Iterator[dict[str, Any]]:
-    """Measurements, latest first, of the last few megabytes of a file that may have gigabytes.
+    """Yield measurements, latest first, from the last megabytes of a file that may have gigabytes.
 
     With `containing`, those whose line does; a file without lines is not searched on.
     """
@@ -109,38 +108,38 @@ def latest_measurements(
             start -= size
             file.seek(start)
             rest, *lines = (file.read(size) + rest).split(b"\n")  # `rest` begins further ahead
-            found = (line for line in reversed(lines) if containing in line)
-            yield from filter(None, map(parse_measurement, found))
+            matching = (line for line in reversed(lines) if containing in line)
+            yield from filter(None, map(parse_measurement, matching))
         if start == 0 and containing in rest and (first := parse_measurement(rest)):
             yield first
 
 
 def has_evaluation(path: Path, step: int) -> bool:
-    """Whether an evaluation after `step`, one of the latest, is in the file with a loss."""
+    """Return whether an evaluation after `step`, one of the latest, is in the file with a loss."""
     lines = takewhile(lambda line: line["step"] >= step, latest_measurements(path))
     evaluations = (line for line in lines if line["kind"] == "evaluation")
     return any(line["step"] == step and line["loss"] is not None for line in evaluations)
 
 
 def read_measurements(path: Path) -> Iterator[dict[str, Any]]:
-    """The measurements, oldest first, one after the other."""
-    return (found for _, found in _read(path) if found)
+    """Yield the measurements, oldest first."""
+    return (measurement for _, measurement in _read(path) if measurement)
 
 
 def cut_measurements_after(path: Path, step: int) -> int:
     """Remove every measurement after `step` and what is not a measurement; returns how many.
 
-    A resumed run repeats and measures those steps, so that each is measured once in the end.
+    A resumed run makes those steps again, so that each is measured once in the end.
     """
     lines = list(_read(path))
-    kept = [(line, found) for line, found in lines if found and found["step"] <= step]
+    kept = [(line, read) for line, read in lines if read and read["step"] <= step]
     last = kept[-1][1]["step"] if kept else 0
     if last < step:
         logger.warning("%s ends at step %d, expected %d; the rest is lost", path, last, step)
     # Older versions wrote NaN, which JSON does not have.
     texts = [
-        f"{json_text(found)}\n".encode() if any(map(line.__contains__, _NO_JSON)) else line
-        for line, found in kept
+        f"{json_text(read)}\n".encode() if any(map(line.__contains__, _NO_JSON)) else line
+        for line, read in kept
     ]
     if texts != [line for line, _ in lines]:
         with atomic_write(path) as file:
@@ -149,22 +148,21 @@ def cut_measurements_after(path: Path, step: int) -> int:
 
 
 def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line with its measurement; at the end, one warning has the numbers of damaged ones."""
+    """Yield each line with its measurement; at the end, warn of damaged lines by their numbers."""
     damaged: list[int] = []
     for number, line in enumerate(lines_of(path), start=1):
         # A last line without its end belongs to a step that is repeated, however much is there.
         is_whole = line.endswith(b"\n")
-        found = parse_measurement(line) if is_whole else None
-        if found is None and is_whole and line.strip():
+        measurement = parse_measurement(line) if is_whole else None
+        if measurement is None and is_whole and line.strip():
             damaged.append(number)
-        yield line, found
+        yield line, measurement
     warn_of_lines(logger, path, "a measurement", damaged)
 
 
 @dataclass(kw_only=True)
 class TimeSpent:
-    """Seconds of a run, by what they went into. The last line of an interval has those until then,
-    as "totals"."""
+    """Seconds of a run, by what they went into; "totals" in the last line of an interval."""
 
     training: float = 0.0  # steps that count, without what follows
     waiting_for_data: float = 0.0
@@ -190,7 +188,7 @@ class TimeSpent:
 
     @property
     def steps(self) -> float:
-        """Those of steps that count, without stalls."""
+        """The seconds of steps that count, without stalls."""
         return self.training + self.waiting_for_data
 
     @property
@@ -213,7 +211,7 @@ class TimeSpent:
 
 
 def parse_totals(line: Mapping[str, Any]) -> TimeSpent | None:
-    """The sums until a line; None if it has none, or those of another version."""
+    """Return the sums until a line; None if it has none of this version."""
     totals = line.get("totals", {})
     known = totals and totals.keys() <= TimeSpent.__dataclass_fields__.keys()
     return TimeSpent(**totals) if known else None
@@ -221,7 +219,7 @@ def parse_totals(line: Mapping[str, Any]) -> TimeSpent | None:
 
 @dataclass(kw_only=True)
 class MetricsSummary:
-    """What the measurements say in all; `metric_names` says what each loss and speed is."""
+    """A run's measurements in a few numbers; `metric_names` explains the losses and speeds."""
 
     step: int = 0
     train_loss: float | None = None
@@ -242,7 +240,7 @@ class MetricsSummary:
 
 
 def summarize(measurements: Iterable[Mapping[str, Any]]) -> MetricsSummary:
-    """Sum up measurements, oldest first; steps within intervals may be left out."""
+    """Sum up measurements, oldest first; steps within intervals may be missing."""
     step, train_loss, evaluation, num_skipped = 0, None, None, 0
     speeds, spent, time = deque[float](maxlen=RECENT_INTERVALS), TimeSpent(), 0.0
     for line in measurements:

@@ -10,16 +10,16 @@ from foundation.ownership import is_of_another_user, refuse_foreign, refuse_open
 from foundation.paths import url_of
 from pretrain.config.run import RunConfig
 
-_NAMES = {
-    *("run.json", "config.yaml", "ledger.jsonl", "metrics.jsonl", "attempt"),
-    *("checkpoints", "heartbeats", "logs", "slurm", "tensorboard", "traces", "wandb"),
-}
-# What a command that starts or ends the run does what is said in.
-_OBEYED = ("ledger.jsonl", "config.yaml", "slurm")
+_NAMES = (
+    "attempt", "checkpoints", "config.yaml", "heartbeats", "ledger.jsonl", "logs", "metrics.jsonl",
+    "run.json", "slurm", "tensorboard", "traces", "wandb",
+)  # fmt: skip
+# A command that starts or ends the run acts as these say.
+_TRUSTED = ("ledger.jsonl", "config.yaml", "slurm")
 
 
 def make_run_directory(run_dir: Path) -> None:
-    """Create the directory of a run, which nobody else may write whatever the umask."""
+    """Create the directory of a run, which no other user may write whatever the umask."""
     make_directory(run_dir, 0o755)
 
 
@@ -30,13 +30,13 @@ class ForeignRun(ConfigError):
 def refuse_foreign_run(run_dir: Path) -> None:
     """Raise ForeignRun unless only this user and root can have written what the run does.
 
-    For commands that start or end a run by what its directory says. Reading one is safe.
+    For commands that start or end a run by its files. Reading them is safe.
     """
     run_dir = run_dir.resolve()
     try:
         refuse_open_parents(run_dir)
         refuse_foreign(run_dir, with_contents=False)
-        for name in _OBEYED:
+        for name in _TRUSTED:
             refuse_foreign(run_dir / name)
     except DataError as error:
         raise ForeignRun(str(error)) from None
@@ -55,11 +55,11 @@ def refuse_foreign_urls(config_file: Path, config: RunConfig) -> None:
 
 
 def refuse_links(run_dir: Path) -> None:
-    """Raise ConfigError if one of the run's own names is a link: a run writes in its directory.
+    """Raise ConfigError if one of the run's own names is a link.
 
-    One that came from elsewhere could make it overwrite any file of the user.
+    A run that came from elsewhere could make us overwrite any file of the user.
     """
-    for name in sorted(_NAMES):
+    for name in _NAMES:
         if (run_dir / name).is_symlink():
             raise ConfigError(
                 f"{run_dir / name} is a link, expected a part of the run; move what it leads to "

@@ -3,7 +3,7 @@
 Everything is checked before it gets its name: mirror.json field by field, then each file by size
 and SHA-256, then the checkpoint as every start does it. It arrives in a hidden directory and moves
 into place in this order: metrics, ledger, settings, checkpoint, run.json. Without run.json there is
-no run, so whenever this is killed, the same call goes on with what has arrived.
+no run, so if this is killed, the same call continues with what has arrived.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pretrain.rundir.metrics_file import summarize_file
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
-# Where the run was, it was another cluster's: jobs with these numbers may be anybody's here.
+# The run may have been another cluster's: here these numbers may be jobs of other users.
 EVENTS_OF_JOBS = (Submitted, JobStarted, JobEnded, SupervisorKilled, NodeReplaced, Canceled)
 
 
@@ -47,8 +47,8 @@ def restore_run(
     """Make a run directory that resumes from a checkpoint at `url`; returns its step, the latest.
 
     If it holds the run already, only the checkpoint is put there, unless it is there and whole.
-    ConfigError if it holds another run, or a copy that has not got as far. Of a checkpoint that is
-    not what its index says, the CheckpointError names the one before: only a `step` takes that.
+    ConfigError if it holds another run, or a copy that has not got as far. If the checkpoint is not
+    what its index says, the CheckpointError names the previous step, which only a `step` takes.
     """
     store = ObjectStore(url, directory / SCRATCH, retry_policy)
     run_dir, existed = RunDir(directory), directory.exists()
@@ -58,7 +58,7 @@ def restore_run(
             return _restore(store, run_dir, step)
         except UserError:
             # A wrong URL leaves nothing; files that have arrived stay.
-            if not existed and not any(each.is_dir() for each in store.scratch.iterdir()):
+            if not existed and not any(entry.is_dir() for entry in store.scratch.iterdir()):
                 shutil.rmtree(store.scratch)
                 run_dir.remove_unused()
             raise
@@ -66,7 +66,7 @@ def restore_run(
 
 def _restore(store: ObjectStore, run_dir: RunDir, asked: int | None) -> int:
     index = store.index()
-    steps = [each.step for each in index.checkpoints]
+    steps = [stored.step for stored in index.checkpoints]
     if not steps:
         raise CheckpointError(f"{store.url}: it has no checkpoint yet; start the run without it")
     step = steps[-1] if asked is None else asked
@@ -77,11 +77,11 @@ def _restore(store: ObjectStore, run_dir: RunDir, asked: int | None) -> int:
             _repair(store, index, RunDir.open(run_dir.path), step)
             return step
         store.get(index, step)
-        if (found := RunDir(store.scratch).identity.id) != index.run:
-            raise CheckpointError(f"{store.url}: found run {found}, expected run {index.run}")
+        if (run_id := RunDir(store.scratch).identity.id) != index.run:
+            raise CheckpointError(f"{store.url}: found run {run_id}, expected run {index.run}")
         load_config(RunConfig, RunDir(store.scratch).config_file)
     except CheckpointError as error:
-        before = [each for each in steps if each < step]
+        before = [earlier for earlier in steps if earlier < step]
         advice = f"take the one before with --step {before[-1]}" if before else "use another mirror"
         where = "" if store.url in str(error) else f"{store.url}: "
         raise CheckpointError(f"{where}{error}; {advice}") from None

@@ -4,10 +4,6 @@ RUN/run.json          identity; written last, so that the rest exists if it does
 RUN/config.yaml       every setting, resolved
 RUN/metrics.jsonl     one line per measurement     RUN/ledger.jsonl   one line per event, synced
 RUN/tensorboard/      RUN/logs/      RUN/heartbeats/      RUN/checkpoints/step-00000100/
-
-Where runs are unless a flag says otherwise, and how they are named on a command line.
-
-What a run keeps in its directory, that nothing there leads out of it, and whose it is.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ from pretrain.rundir.history import (
     published_facts,
 )
 from pretrain.rundir.ledger import Ledger
-from pretrain.rundir.lock import Lock, exclusive_lock, read_lock
+from pretrain.rundir.lock import Lock, read_lock, run_lock
 from pretrain.rundir.metrics_file import read_measurements
 from pretrain.rundir.ownership import make_run_directory, refuse_links
 from pretrain.rundir.run_paths import advice_on
@@ -71,15 +67,8 @@ _PROBE_BYTES = 1 << 16  # what an attempt writes before its first step, and more
 # What may be there before run.json, besides an empty directory of checkpoints: left by a crash, or
 # by a launcher that submitted the run.
 _BEFORE_IDENTITY = (
-    "attempt",
-    "config.yaml",
-    "heartbeats",
-    "ledger.jsonl",
-    "logs",
-    "slurm",
-    "*.lock",
-    ".*.tmp",
-)
+    "attempt", "config.yaml", "heartbeats", "ledger.jsonl", "logs", "slurm", "*.lock", ".*.tmp",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,10 +82,10 @@ class RunIdentity:
 
 
 class RunDir:
-    """Paths of a run and what is written there.
+    """The paths of a run, and what is written there.
 
-    The constructor touches nothing; `create` and `open` do. `patience` is for the ledger, and for
-    what else is written here while the run trains.
+    The constructor touches nothing; `create` and `open` do. `patience` is for everything that is
+    written here while the run trains.
     """
 
     def __init__(self, path: Path, patience: Patience | None = None) -> None:
@@ -116,11 +105,9 @@ class RunDir:
     def __repr__(self) -> str:
         return f"RunDir({str(self.path)!r})"
 
-    # ------------------------------------------------------------------------- making and opening
-
     @classmethod
     def create(cls, path: Path, config: RunConfig, branch_of: RunIdentity | None = None) -> RunDir:
-        """Create the directory of a new run; with the id of the run whose checkpoints it takes.
+        """Create the directory of a new run, with the id of the run that it is a branch of, if any.
 
         ConfigError if it contains a run or anything else already.
         """
@@ -131,7 +118,7 @@ class RunDir:
                 f"{path} already holds the run {name!r}; "
                 "choose another run directory or resume that run"
             )
-        run_dir.refuse_strangers()
+        run_dir.refuse_other_files()
         make_run_directory(run_dir.path)
         for directory in (run_dir.checkpoints, run_dir.logs):
             make_directory(directory)
@@ -143,10 +130,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Open the directory of an existing run.
-
-        ConfigError if it is not one, or has another format.
-        """
+        """Open the directory of an existing run; ConfigError if it is not one of this format."""
         run_dir = cls(path)
         if not run_dir.exists():
             advice = _RESTORE if run_dir.checkpoints.is_dir() else advice_on(path)
@@ -156,12 +140,11 @@ class RunDir:
 
     @classmethod
     def create_or_resume(cls, path: Path, config: RunConfig) -> RunDir:
-        """The directory of the run that `config` describes, created unless it exists.
+        """Open the run that `config` describes; create it unless it exists.
 
-        Logs settings that differ from the run's as `old -> new`; ConfigError unless each may
-        change.
+        Logs settings that differ from the run's; ConfigError unless all of them may change.
         """
-        for folder in (path, cls(path).checkpoints):  # whoever comes here has the run's lock
+        for folder in (path, cls(path).checkpoints):  # the caller has the run's lock
             remove_leftovers(folder)
         if not cls(path).exists():
             return cls.create(path, config)
@@ -175,7 +158,7 @@ class RunDir:
         return run_dir
 
     def exists(self) -> bool:
-        """Whether the directory holds a run."""
+        """Return whether the directory holds a run."""
         return self._identity_file.is_file()
 
     def check_writable(self) -> None:
@@ -189,20 +172,18 @@ class RunDir:
                 with contextlib.suppress(OSError):
                     probe.unlink()
 
-    # ----------------------------------------------------------------------------------- contents
-
     @property
     def identity(self) -> RunIdentity:
-        """Who the run is; ConfigError, with the way out, if run.json is damaged."""
+        """The run's name and id; ConfigError, with the way out, if run.json is damaged."""
         try:
             tree = read_json(self._identity_file)
-            if not isinstance(found := tree.get("format"), int) or found == FORMAT:
+            if not isinstance(version := tree.get("format"), int) or version == FORMAT:
                 return from_tree(RunIdentity, tree)
         except (ValueError, AttributeError) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{self._identity_file} is damaged ({reason}); {_RESTORE}") from None
         raise ConfigError(
-            f"{self._identity_file} has format {found}, this version reads format {FORMAT}; "
+            f"{self._identity_file} has format {version}, this version reads format {FORMAT}; "
             "resume with the version that started the run"
         )
 
@@ -245,28 +226,27 @@ class RunDir:
         self.ledger.append(ResumeFrom(step=step))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All measurements, oldest first; damaged lines are skipped with a warning."""
+        """Return all measurements, oldest first; damaged lines are skipped with a warning."""
         return list(read_measurements(self.metrics))
 
     @contextlib.contextmanager
     def locked(self, holder: str = "train", is_fenced: bool = False) -> Iterator[None]:
-        """Keep a second `holder` out of this directory; see `exclusive_lock`.
+        """Keep a second `holder` out of this directory; see `run_lock`.
 
-        `launcher` and `train` are two locks: a launcher holds its own while the rank 0 it started
-        holds the other.
+        A launcher holds its own lock while the rank 0 that it started holds the lock `train`.
         """
         refuse_links(self.path)
         make_run_directory(self.path)
         path = self.path / f"{holder}.lock"
-        # Nobody sees the error of a job, so it waits; whoever starts a run by hand reads it.
+        # A job waits, since no one sees its error; a user who starts a run by hand does.
         patience = self.patience if is_fenced else Patience()
         with contextlib.ExitStack() as stack:
-            lock = partial(exclusive_lock, path, holder, is_fenced)
+            lock = partial(run_lock, path, holder, is_fenced)
             outlast(patience, lambda: stack.enter_context(lock()))
             yield
 
     def locks(self) -> list[Lock]:
-        """Who took the locks of a launcher and of rank 0 last."""
+        """Return who took the locks of a launcher and of rank 0 last."""
         paths = (self.path / f"{holder}.lock" for holder in ("launcher", "train"))
         return [lock for path in paths if (lock := read_lock(path))]
 
@@ -282,8 +262,6 @@ class RunDir:
         for directory in (*folders, self.logs, self.heartbeats, self.path):
             if directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
-
-    # ------------------------------------------------------------------------------------- checks
 
     def refuse_other_run(self, config: RunConfig) -> None:
         """Raise ConfigError unless this run may resume with the settings of `config`."""
@@ -304,15 +282,15 @@ class RunDir:
         """Return the settings by which `config` is another run than this one: `old -> new`.
 
         `own` are this run's, where it has not begun and has no config.yaml. A vocabulary size that
-        either leaves to the corpus is none of them.
+        either leaves to the corpus does not count.
         """
-        trees = (to_tree(with_absolute_paths(each)) for each in (own or self.config, config))
+        trees = (to_tree(with_absolute_paths(run)) for run in (own or self.config, config))
         changes = differences(*trees)
         step = latest_step(self.checkpoints) if "data.phases" in changes else 0
         refusals = {key: _refusal(key, old, new, step) for key, (old, new) in changes.items()}
         return {key: reason for key, reason in refusals.items() if reason}
 
-    def refuse_strangers(self) -> None:
+    def refuse_other_files(self) -> None:
         """Raise ConfigError if something else than a run is there."""
         if not self.path.exists() or self.exists():
             return
@@ -323,20 +301,20 @@ class RunDir:
         names = {entry.name for entry in self.path.iterdir()}
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
             names.remove(self.checkpoints.name)
-        strangers = [
+        others = [
             name
             for name in sorted(names)
             if not any(fnmatch.fnmatch(name, known) for known in _BEFORE_IDENTITY)
         ]
-        if strangers:
+        if others:
             advice = _RESTORE if self.checkpoints.is_dir() else "choose an empty run directory"
             raise ConfigError(
-                f"{self.path} holds other files and no run ({', '.join(strangers[:5])}); {advice}"
+                f"{self.path} holds other files and no run ({', '.join(others[:5])}); {advice}"
             )
 
 
 def _refusal(key: str, old: Any, new: Any, step: int) -> str:
-    """Why a run that has reached `step` may not resume with this change; empty if it may."""
+    """Return why a run that has reached `step` may not resume with this change; '' if it may."""
     change = f"{old} -> {new}"
     if not may_change(key):
         return "" if key == "model.vocab_size" and not (old and new) else change

@@ -13,21 +13,18 @@ _MOST_SHOWN = 6  # runs of a sweep in an error message
 
 
 def run_path(text: str | Path) -> Path:
-    """The `type` of every argument RUN: a path, or that name in runs/.
-
-    The name in runs/ is meant where the path does not exist: NAME, or SWEEP/CELL.
-    """
+    """Return the path of the argument RUN, which may be NAME or SWEEP/CELL in runs/."""
     path = Path(text)
     return RUNS / path if not path.exists() and (RUNS / path).exists() else path
 
 
 def runs_below(path: Path) -> list[Path]:
-    """The runs directly in `path`, as in the directory of a sweep, by their names."""
+    """Return the runs directly in `path`, as in the directory of a sweep, by their names."""
     return sorted(file.parent for file in path.glob("*/run.json"))
 
 
 def advice_on(path: Path) -> str:
-    """What to do about a path that holds no run, for the end of an error message."""
+    """Return what to do about a path that holds no run, for the end of an error message."""
     if path.suffix in YAML_SUFFIXES:
         return "name the run's directory, by default runs/NAME"
     if (path / EXPORTED_WEIGHTS).is_file():

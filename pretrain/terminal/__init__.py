@@ -1,4 +1,1 @@
-"""Logging; numbers and tables as text. Torch-free.
-
-Imported by everything that prints; uses nothing of `pretrain`.
-"""
+"""Logging; numbers and tables as text. Torch-free."""

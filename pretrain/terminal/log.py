@@ -40,7 +40,7 @@ def add_log_level_argument(parser: argparse.ArgumentParser) -> None:
 def set_up_logging(who: str, level: str | None = None) -> None:
     """Log to stderr, as `who`, what our packages report at `level` or above; others' warnings too.
 
-    Started processes inherit the level. Without one, `$PRETRAIN_LOG_LEVEL` counts, else info.
+    Started processes inherit the level. The default is `$PRETRAIN_LOG_LEVEL`, else info.
     """
     if level:
         os.environ[LEVEL_VARIABLE] = level
@@ -49,7 +49,7 @@ def set_up_logging(who: str, level: str | None = None) -> None:
     root = logging.getLogger()
     # Not left to processes that this one starts: there the number is another file's.
     relay = int(os.environ.pop(RELAY_VARIABLE, NO_RELAY))
-    for handler in [each for each in root.handlers if isinstance(each, _StderrHandler)]:
+    for handler in [own for own in root.handlers if isinstance(own, _StderrHandler)]:
         relay = max(relay, handler.relay)
         root.removeHandler(handler)
     handler = _StderrHandler(threshold, relay)
@@ -99,7 +99,7 @@ class _StderrHandler(logging.Handler):
 
 
 def safe(text: str) -> str:
-    """The text as terminals and log files may have it: no escape sequences, no passwords."""
+    """Return the text for terminals and log files, without escape sequences and passwords."""
     return printable(redacted(text))
 
 

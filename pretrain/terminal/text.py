@@ -1,7 +1,4 @@
-"""Numbers and tables as text, the same everywhere. Torch-free.
-
-Measurements as lines for people.
-"""
+"""Numbers, tables and measurements as text, the same everywhere. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,18 +15,18 @@ from foundation.progress import duration
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
 
 
-def number(value: float | None, form: str) -> str:
-    """The value in a format such as `,.0f`; `-` for None."""
+def format_number(value: float | None, form: str) -> str:
+    """Return the value in a format such as `,.0f`; `-` for None."""
     return "-" if value is None else format(value, form)
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 rank`, `8 ranks`."""
+    """Return `1 rank`, `8 ranks`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def prefixed(value: float) -> tuple[float, str]:
-    """The number below 1000 and the prefix that together are `value`; beyond Q the number grows."""
+    """Return the number below 1000 and the prefix that make `value`; beyond Q the number grows."""
     index = 0
     while index < len(PREFIXES) - 1 and abs(float(f"{value:.3g}")) >= 1000 and math.isfinite(value):
         value, index = value / 1000, index + 1
@@ -37,25 +34,25 @@ def prefixed(value: float) -> tuple[float, str]:
 
 
 def si(value: float) -> str:
-    """A number with three digits and its prefix: 8.1 M, 96 G, ready for a unit."""
+    """Return a number with three digits and its prefix: 8.1 M, 96 G, ready for a unit."""
     number, prefix = prefixed(value)
     return f"{number:.3g} {prefix}"
 
 
 def flops_text(value: float) -> str:
-    """FLOPs in a table: `7.20e+11`; budgets differ by powers of ten."""
+    """Return FLOPs for a table: `7.20e+11`; budgets differ by powers of ten."""
     return f"{value:.2e}" if math.isfinite(value) else "-"
 
 
 def step_time(seconds: float) -> str:
-    """The time of a step to three digits or more: 12.345 s, 4.56 ms, 7.89 us."""
+    """Return the time of a step to three digits or more: 12.345 s, 4.56 ms, 7.89 us."""
     if seconds >= 0.1:
         return f"{seconds:,.3f} s"
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.3g} us"
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows, heads first, in aligned columns: the first flush left, all others flush right."""
+    """Align rows, heads first, in columns: the first flush left, all others flush right."""
     first, *widths = _widths(rows)
     return "\n".join(
         "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip()
@@ -64,9 +61,9 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def fitted_table(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """`text_table`; on a terminal that is narrower, several, one below the other.
+    """Return `text_table`; on a terminal that is too narrow, several, one below the other.
 
-    Each of them starts with the first column. A column that does not fit is in a table of its own.
+    Each starts with the first column. A column that does not fit has a table of its own.
     """
     if width is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
@@ -99,14 +96,14 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_step: float) -> str:
-    """An interval's measurements: its train loss, everything else at its end."""
+    """Return an interval's measurements: its train loss, everything else at its end."""
     line, loss = lines[-1], lines[-1]["train_loss"]
     parts = [
         f"step {line['step']:>{len(str(total_steps))}}/{total_steps}",
-        f"train loss {number(loss, '.4f')}",
+        f"train loss {format_number(loss, '.4f')}",
         f"{line['tokens_per_second']:,.0f} tok/s",
         f"left {duration((total_steps - line['step']) * seconds_per_step)}",
-        f"ppl {number(None if loss is None else perplexity(loss), ',.1f')}",
+        f"ppl {format_number(None if loss is None else perplexity(loss), ',.1f')}",
         f"lr {line['learning_rate']:.2e}",
     ]
     if line["grad_norm"] is not None:
@@ -118,10 +115,10 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
     ]
     if "loss_scale" in line:
         parts.append(f"scale {line['loss_scale']:,.0f}")
-    overflowed = sum(bool(each.get("overflowed")) for each in lines)
+    overflowed = sum(bool(line.get("overflowed")) for line in lines)
     if overflowed:
         parts.append(f"overflow {overflowed}")
-    if skipped := sum(each["skipped"] for each in lines) - overflowed:
+    if skipped := sum(line["skipped"] for line in lines) - overflowed:
         parts.append(f"SKIPPED {skipped}")
     return "  ".join(parts)
 
@@ -129,7 +126,7 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
 def evaluation_line(
     step: int, values: Mapping[str, float], others: Mapping[str, float] = MappingProxyType({})
 ) -> str:
-    """What an evaluation after `step` found; `others` are shown by their names."""
+    """Return the results of an evaluation after `step`; `others` are shown by their names."""
     parts = [
         f"after step {step}:",
         f"validation loss {values['loss']:.4f}",
@@ -144,5 +141,5 @@ def evaluation_line(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where it is more than a measurement may be (1e50)."""
+    """Return exp(loss), infinite where it is more than a measurement may be (1e50)."""
     return math.exp(loss) if loss < 115 else math.inf

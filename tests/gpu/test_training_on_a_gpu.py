@@ -27,7 +27,7 @@ from pretrain.model.gated_deltanet import (
     fla_delta_rule,
     normalized,
 )
-from pretrain.processes.device import write_last_collectives
+from pretrain.processes.flight_recorder import write_last_collectives
 from pretrain.rundir.attempt_files import AttemptFiles
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.fused_attention_cases import CASES, Case, errors_of

@@ -17,7 +17,7 @@ from pretrain.distributed import world
 from pretrain.distributed.rank_device import use_device
 from pretrain.distributed.world import world_from_environment
 from pretrain.engines.deepspeed_engine import _import_deepspeed
-from pretrain.processes.node_check import reason_of, unmeasured
+from pretrain.processes.node_check import failure_reason, unmeasured
 from pretrain.processes.node_findings import RankMeasurement
 from pretrain.rundir.exit_statuses import NEVER_STARTED
 from tests.gpu_stubs.devices import Stub, cuda_functions
@@ -82,7 +82,7 @@ def test_preflight_finds_and_names_it(row, monkeypatch, tmp_path):
         found, pairs = [unmeasured(3, str(raised.value))], []
     else:
         (tmp_path / "log").write_text(case[1])
-        problem = reason_of(RuntimeError(case[0]), tmp_path / "log")
+        problem = failure_reason(RuntimeError(case[0]), tmp_path / "log")
         nodes = NODES if row == 8 else NODES[:2]
         found = [
             RankMeasurement(rank=rank, node=node, device="", matmul_flops=1.0, disk_bytes=None)

@@ -18,7 +18,7 @@ from launcher.cli import main
 from launcher.commands import preflight
 from launcher.commands.preflight import PairResult, pair_up, rate_nodes, rounds_of, srun_line
 from pretrain.config.cluster import ClusterConfig
-from pretrain.processes.node_check import reason_of
+from pretrain.processes.node_check import failure_reason
 from pretrain.processes.node_findings import (
     END,
     LinkMeasurement,
@@ -142,7 +142,7 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-4gB2 (size 33030
 )  # fmt: skip
 def test_nccl_s_own_reason_is_kept_whole(tmp_path, error, log, reason):
     (tmp_path / "log").write_text(log)
-    assert reason_of(RuntimeError(error), tmp_path / "log") == reason
+    assert failure_reason(RuntimeError(error), tmp_path / "log") == reason
 
 
 def pairs(**odd: PairResult | float | str) -> list[PairResult]:

@@ -23,7 +23,7 @@ from foundation.typed_values import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.disk import Disk
-from pretrain.checkpoint.facts import EVER, History
+from pretrain.checkpoint.facts import EVER, AttemptHistory
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.load import load_fragments, restore_counters, restore_random_state
 from pretrain.checkpoint.local_checkpoints import MAY_DIFFER, LocalCheckpoints
@@ -299,7 +299,7 @@ ID = "0123456789ab"
 def tier(disk: Path, world: World, run_id: str = ID) -> LocalCheckpoints:
     config = replace(RunConfig(), checkpoint=CheckpointConfig(local=disk))
     disk_of_run = Disk(Path(), "attempt", run_id)
-    return LocalCheckpoints(config, disk_of_run, world, History({"before": 15}))
+    return LocalCheckpoints(config, disk_of_run, world, AttemptHistory({"before": 15}))
 
 
 def start(attempt: str, step: int) -> TrainingBegan:

@@ -40,13 +40,11 @@ from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_backends import backend_for
 from pretrain.model.parameters import dtype_of
 from pretrain.processes import device
-from pretrain.processes.device import (
+from pretrain.processes.device import set_determinism, set_device_variables, with_precision_of_run
+from pretrain.processes.flight_recorder import (
     OWN_FILES,
     dumps,
-    set_determinism,
-    set_device_variables,
     set_trace_files,
-    with_precision_of_run,
     write_last_collectives,
 )
 from pretrain.recovery import environment, start_record

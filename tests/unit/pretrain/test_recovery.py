@@ -37,10 +37,10 @@ from pretrain.recovery import rewind
 from pretrain.recovery.out_of_memory import memory_settings, with_fitting_micro_batch
 from pretrain.recovery.rewind import (
     SpikeDetector,
+    rewind_window,
     segments_consumed,
     skip_windows,
     untrained_loss,
-    window_of,
 )
 from pretrain.rundir.events import Event, OutOfMemory, Rewind, Slowdown, Spike, TrainingBegan
 from pretrain.rundir.history import skipped_windows
@@ -233,7 +233,7 @@ def test_after_a_gap_every_lane_starts_a_document():
 )
 def test_the_window_reaches_from_before_the_spike_to_the_margin_after_it(phases, skipped, window):
     run = RunConfig(data=DataConfig(phases=phases), recovery=SETTINGS)
-    assert window_of(Spike(41, 43, 9.0, 3.0), skipped, run, to_step=35) == window
+    assert rewind_window(Spike(41, 43, 9.0, 3.0), skipped, run, to_step=35) == window
 
 
 RUN = RunConfig(data=DataConfig(lanes=24), engine=EngineConfig(kind="torch"))
@@ -305,7 +305,7 @@ def test_only_a_step_far_beyond_the_usual_by_seconds_and_by_ratio_is_a_stall():
 
 
 @pytest.mark.parametrize(
-    ("standstill_R", "busy_R", "rank"),
+    ("frozen_R", "busy_R", "rank"),
     [
         ([0.0, 20.0], [0.1, 0.1], 1),  # stopped while it was in a collective
         ([0.0, 0.0], [0.1, 19.0], 1),  # its storage hung while it waited for data
@@ -314,5 +314,5 @@ def test_only_a_step_far_beyond_the_usual_by_seconds_and_by_ratio_is_a_stall():
         ([20.0], [0.1], None),
     ],
 )
-def test_the_rank_that_the_others_waited_for_is_found(standstill_R, busy_R, rank):
-    assert rank_that_stalled(20.0, standstill_R, busy_R) == rank
+def test_the_rank_that_the_others_waited_for_is_found(frozen_R, busy_R, rank):
+    assert rank_that_stalled(20.0, frozen_R, busy_R) == rank

@@ -21,7 +21,7 @@ from foundation.typed_values import from_json, to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import verify as verify_module
 from pretrain.checkpoint.disk import Disk
-from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusal, choose
+from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusal, choose_candidate
 from pretrain.checkpoint.index import INDEX_FORMAT, Checkpoint, read_index
 from pretrain.checkpoint.local_checkpoints import MAY_DIFFER, LocalCheckpoints
 from pretrain.checkpoint.mirror import Publication
@@ -90,7 +90,7 @@ def at(step: int, where: Destination = DISK, problem: str = "") -> Candidate:
     ],
 )
 def test_nothing_older_than_what_is_published_is_chosen_unasked(facts, candidates, asked, chosen):
-    found = choose(facts, candidates, asked)
+    found = choose_candidate(facts, candidates, asked)
     if isinstance(chosen, str):
         assert isinstance(found, Refusal)
         assert re.search(chosen, found.sentence)
