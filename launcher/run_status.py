@@ -28,6 +28,7 @@ from pretrain.rundir.events import (
     NodesUnready,
     Submitted,
     TrainingBegan,
+    TrainingEnded,
     UnresolvedSpike,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
@@ -198,8 +199,11 @@ def last_turn(ledger: Sequence[Event]) -> Event | None:
     """Return the last event at which an attempt, or a job that makes attempts, began or ended.
 
     When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last
-    events afterwards; those are not turns of the run any more.
+    events afterwards; those are not turns of the run any more, unless they have made all steps.
     """
+    made = last_event(ledger, JobStarted, TrainingBegan, TrainingEnded, AttemptEnded)
+    if made is not None and is_finished(made):
+        return made
     ended = last_event(ledger, JobStarted, JobEnded)  # a later start may have the same number
     start = f"{ended.job}.{ended.restart}" if isinstance(ended, JobEnded) else ""
     timely = [event for event in ledger if not began_in(event, start)]

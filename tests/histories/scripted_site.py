@@ -607,11 +607,17 @@ class Site:
         return 0, b"", ""
 
     def cancel(self, job: QueuedJob) -> None:
-        job.is_canceled |= job.state in ("RUNNING", "PENDING", "REQUEUE_HOLD")
+        # Without its log nothing tells a canceled job from a preempted one.
+        is_told = self.log_of(job).parent.exists() or job.state != "RUNNING"
+        job.is_canceled |= is_told and job.state in ("RUNNING", "PENDING", "REQUEUE_HOLD")
         if job.state == "RUNNING":
             self.end(job, "CANCELLED", "")
         elif job.state in ("PENDING", "REQUEUE_HOLD"):
-            job.state = job.end = "CANCELLED"
+            are_ending = any(
+                ranks.process.job is job and ranks.status is None for ranks in self.ranks
+            )
+            job.end = "CANCELLED"
+            job.state = "COMPLETING" if are_ending else "CANCELLED"  # as it was requeued
 
     def _asked(self, words: str) -> list[QueuedJob]:
         numbers = re.search(r"-j ([\d,_]+)", words)

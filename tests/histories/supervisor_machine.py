@@ -26,7 +26,7 @@ from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import Snapshot, render
 from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import CheckpointConfig, OptimConfig, RunConfig
-from pretrain.rundir.events import JobEnded, JobEndReason, Submitted
+from pretrain.rundir.events import JobEnded, JobEndReason, JobStarted, Submitted
 from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.jobs import job_of
@@ -324,6 +324,8 @@ class SupervisorHistory(HistoryMachine):
 
     def _after_start(self, job: QueuedJob, process: Process, status: int | None) -> None:
         """Compare how a supervisor ended with the ledger and the job."""
+        if status == KILLED_TOO_OFTEN:
+            self.may_end.add("killed")
         if not self.site.run_dir.path.exists():
             return
         ledger = self.site.run_dir.ledger.read()
@@ -333,8 +335,6 @@ class SupervisorHistory(HistoryMachine):
             is_storage = "storage_patience_seconds" in end.message
             if end.reason is JobEndReason.SUPERVISOR_FAILED and not is_storage:
                 self._note("the supervisor failed", end.message)
-        if status == KILLED_TOO_OFTEN:
-            self.may_end.add("killed")
         is_asking = self.site.time - self.site.unanswered < WARNING + KILL_WAIT
         if status is None and job.end == "TIMEOUT" and is_asking:  # Slurm let it requeue nothing
             self.may_end.add("requeue")
@@ -343,7 +343,9 @@ class SupervisorHistory(HistoryMachine):
         if process.start < job.starts:  # it was forgotten, and the next start has the run
             return
         was_away = self.site.time - self.site.storage_back < 60.0  # for which Slurm does not wait
-        if not was_away and not any(end.restart == process.restart for end in ends):
+        # A job that was requeued while its run finished after all has nothing to begin.
+        is_over = status == 0 and self.site.saved_step == STEPS and not find_events(new, JobStarted)
+        if not was_away and not is_over and not any(e.restart == process.restart for e in ends):
             self._note("no end is recorded", f"exit {status}")
         has_given_up = bool(ends) and ends[-1].reason in _GAVE_UP and not ends[-1].requeued
         if ends and not was_away and has_given_up != (status == 2):
