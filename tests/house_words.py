@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,33 +96,33 @@ def vague_locals(tree: ast.Module) -> list[tuple[int, str]]:
     ]
 
 
-def main() -> None:
-    """Print the places in the folders that the command line names, and the sums."""
-    folders = sys.argv[1:] or list(PACKAGES)
-    sums: dict[str, int] = defaultdict(int)
+def places(folders: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield where, of which kind and what, for all that is counted in the folders."""
     definers: dict[str, list[Path]] = defaultdict(list)
     for path, _, tree in modules(list(PACKAGES)):
         for name in public_names(path, tree):
             definers[name].append(path)
-
-    def tell(place: object, kind: str, detail: str) -> None:
-        sums[kind] += 1
-        print(f"{place}: {kind}: {detail}")
-
     for path, text, tree in modules(folders):
         for line in assigned_late(tree):
-            tell(f"{path}:{line}", "assigned late", text.splitlines()[line - 1].split("=")[0])
+            yield f"{path}:{line}", "assigned late", text.splitlines()[line - 1].split("=")[0]
         if (count := paragraphs(tree)) > MOST_PARAGRAPHS:
-            tell(path, "long docstring", f"{count} paragraphs")
+            yield str(path), "long docstring", f"{count} paragraphs"
         for line, phrase in phrase_lines(text):
-            tell(f"{path}:{line}", "phrase", " ".join(phrase.split()))
+            yield f"{path}:{line}", "phrase", " ".join(phrase.split())
         for line, name in vague_locals(tree):
-            tell(f"{path}:{line}", "vague local", name)
+            yield f"{path}:{line}", "vague local", name
         for name in sorted(public_names(path, tree)):
             if len(definers[name]) > 1 and path == definers[name][0]:
                 others = ", ".join(map(str, definers[name][1:]))
-                tell(path, "homonym", f"{name}, also in {others}")
-    for kind, count in sorted(sums.items()):
+                yield str(path), "homonym", f"{name}, also in {others}"
+
+
+def main() -> None:
+    """Print the places in the folders that the command line names, and the sums."""
+    listed = list(places(sys.argv[1:] or list(PACKAGES)))
+    for where, kind, detail in listed:
+        print(f"{where}: {kind}: {detail}")
+    for kind, count in sorted(Counter(kind for _, kind, _ in listed).items()):
         print(f"{kind}: {count}")
 
 
