@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.findings import Context, wait_for
 from benchmarks.gpu.training import measured_run
 from benchmarks.peer_sides import Case, OurSide, nvidia_side
-from pretrain.kernels.delta_rule import missing_package
+from pretrain.kernels.flash_linear_attention import missing_package
 from pretrain.model.cached import new_stream
 from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.transformer_xl import TransformerXL

@@ -33,7 +33,8 @@ from pretrain.config.evaluation_sets import evaluated_split
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.device_memory import advice, checkpoint_bytes, largest_footprint
+from pretrain.costs.device_memory import checkpoint_bytes, largest_footprint
+from pretrain.costs.fitting import advice
 from pretrain.costs.hardware import GIB, USABLE
 from pretrain.rundir.events import Event
 from pretrain.rundir.history import work_dirs

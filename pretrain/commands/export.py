@@ -56,7 +56,8 @@ def _write_huggingface(
 ) -> None:
     from pretrain.rundir.metrics_file import summarize_file
     from pretrain.weights.export import is_export
-    from pretrain.weights.huggingface.export import tokenizer_files, write_huggingface
+    from pretrain.weights.huggingface.export import write_huggingface
+    from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
 
     evaluation = None
     if not is_export(arguments.run):

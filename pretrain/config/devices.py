@@ -31,13 +31,13 @@ DEVICES = {
     "L40S": Device(bf16=362e12, fp32=91.6e12, memory=48e9),
     "MI300X": Device(bf16=1307e12, fp32=163e12, memory=192e9),
     "RTX4090": Device(bf16=165e12, fp32=82.6e12, memory=24e9),  # with sums in fp32
-    # memory 0: that of the machine this runs on
+    # memory 0: what this machine has
     "cpu": Device(bf16=100e9, fp32=100e9, memory=0.0, origin="a core's order of magnitude"),
 }
 
 
 def device_named(text: str) -> str:
-    """The name in DEVICES of a GPU as Slurm or its driver calls it; empty if it is none of them."""
+    """Return the name in DEVICES of a GPU as Slurm or its driver calls it; empty if unknown."""
     letters = re.sub("[^A-Z0-9]", "", text.upper())
     found = next((name for name in DEVICES if name.replace("-", "") in letters), "")
     smaller = f"{found}-40GB"

@@ -26,8 +26,8 @@ class EvaluationSet:
 
     name: str
     path: Path  # of the corpus, or of one split of it
-    manifest_hashes: tuple[str, ...] = ()  # of which the corpus must have one, if there are any
-    is_part: bool = False  # of a mixture: it may have no validation split, and is left out then
+    manifest_hashes: tuple[str, ...] = ()  # the corpus must have one of them, if there are any
+    is_part: bool = False  # of a mixture: it may have no validation split, and is skipped then
 
 
 def evaluated_split(path: Path) -> Path:
@@ -49,7 +49,7 @@ def evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
 
 
 def splits_of_sets(run: RunConfig) -> dict[str, Path]:
-    """Return name -> directory of each set's split; parts without one are left out.
+    """Return name -> directory of each set's split; parts without one are skipped.
 
     DataError for a set without one, with other hashes than it must have, or with another tokenizer
     than the run's corpus: a loss per token says nothing then. Fetches manifests and tokenizers of

@@ -14,7 +14,7 @@ from typing import Literal
 from pretrain.config.model import CONVOLUTION_WIDTH, ModelConfig
 
 # rows: one per remembered token, or per group of tokens; none at first.
-# documents: the document of each row, counted back from that of the lane's last token (0, -1, ...).
+# documents: the document of each row, counted back from the lane's last token (0, -1, ...).
 # state: of fixed size, zeros at first; it belongs to the document of the lane's last token.
 PartKind = Literal["rows", "documents", "state"]
 
@@ -62,9 +62,9 @@ class LaneParts:
 
 
 def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LaneParts:
-    """Return what a lane carries, with `memory_length` in place of the configured one if given.
+    """Return what a lane carries, with `memory_length` instead of the configured one if given.
 
-    With a length of 0 in place of a longer one, nothing is carried.
+    With a length of 0 instead of a longer one, nothing is carried.
     """
     lengths = model.memory_lengths(memory_length)
     length = max(lengths)

@@ -1,7 +1,7 @@
 """Phases of a run: from a step on, another mixture, number of lanes or segment length.
 
 With another mixture or number of lanes, the lanes restart with a seed of their own: a phase with
-the text of the one before reads it in another order. A lane does not depend on the segment
+the previous text reads it in another order. A lane does not depend on the segment
 length: where that changes alone, every lane continues at its next token with its memory. Model,
 optimizer, schedule and steps always continue.
 """
@@ -11,9 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from pretrain.config.run import (
-    RunConfig,
-)
+from pretrain.config.run import RunConfig
 
 
 def phase_at(run: RunConfig, step: int) -> int:

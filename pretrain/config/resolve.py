@@ -10,10 +10,7 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest, read_vo
 from foundation.errors import ConfigError, named_setting
 from foundation.files import YAML_SUFFIXES
 from foundation.paths import absolute, path_text, url_of
-from pretrain.config.evaluation_sets import (
-    VALIDATION,
-    splits_of_sets,
-)
+from pretrain.config.evaluation_sets import VALIDATION, splits_of_sets
 from pretrain.config.model import Precision
 from pretrain.config.phases import mixture_setting, run_at, runs_of_phases
 from pretrain.config.run import RunConfig
@@ -59,7 +56,7 @@ def resolve_if_built(config: RunConfig) -> RunConfig:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """Return the run with its vocabulary size: that of its corpus, or without one of its settings.
+    """Return the run with the vocabulary size of its corpus, or without one of its settings.
 
     Raises ConfigError if neither has it. Unlike `resolve` it reads one file and checks nothing.
     """

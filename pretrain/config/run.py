@@ -131,7 +131,7 @@ class PhaseConfig:
 
     @property
     def restarts_lanes(self) -> bool:
-        """Whether the phase has other lanes than the one before."""
+        """Return whether the phase has other lanes than the previous one."""
         return bool(self.lanes or self.mixture)
 
 
@@ -189,7 +189,7 @@ class RecoveryConfig:
     """What a run does on its own about anomalous gradients and losses.
 
     A loss is anomalous if it is `spike_threshold` robust standard deviations above the median of
-    the last 50 losses, or above that of untrained weights. If losses stay there, or updates are
+    the last 50 losses, or above the loss of untrained weights. If losses stay there, or updates are
     skipped, for 20 steps in a row, the run rewinds to the checkpoint before the first of them and
     skips their data. If more than half of the last 50 updates were skipped, the run stops.
     """

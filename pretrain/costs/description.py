@@ -10,7 +10,8 @@ from pretrain.config.engine import Attention, DeltaRule, attention_in, described
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
-from pretrain.costs.device_memory import Footprint, advice, largest_footprint, largest_micro_batch
+from pretrain.costs.device_memory import Footprint, largest_footprint, largest_micro_batch
+from pretrain.costs.fitting import advice
 from pretrain.costs.flops import (
     Flops,
     Parameters,
@@ -23,7 +24,7 @@ from pretrain.costs.flops import (
 )
 from pretrain.costs.hardware import GIB, Hardware
 from pretrain.costs.run_time import SLOWER_WHILE_WRITING, RunTime, failure_costs, run_time
-from pretrain.kernels.delta_rule import delta_rule_here
+from pretrain.kernels.flash_linear_attention import delta_rule_here
 from pretrain.terminal.text import counted, si, step_time
 
 LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microseconds each

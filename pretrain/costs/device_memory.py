@@ -12,24 +12,17 @@ optimizer that results and with the bytes of real steps:
     DeepSpeedZeroOptimizer_Stage3  4 P / R                             bucket by bucket in it
 
 On a GPU stages 2 and 3 sum a bucket on a stream of its own while the pass goes on (overlap_comm).
-
-What to change in a run that does not fit: the cheapest change that fits by the same estimate.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-from foundation.cli import as_overrides
 from foundation.errors import ConfigError
-from pretrain.config.engine import Attention, DeltaRule, EngineConfig, attention_in
+from pretrain.config.engine import Attention, DeltaRule, attention_in
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.model import (
     CONVOLUTION_WIDTH,
@@ -51,28 +44,18 @@ from pretrain.costs.flops import (
     weight_shapes,
 )
 from pretrain.costs.hardware import GIB
-from pretrain.kernels.delta_rule import CHUNK_TOKENS, delta_rule_here
+from pretrain.kernels.flash_linear_attention import CHUNK_TOKENS, delta_rule_here
 from pretrain.kernels.triton.tiling import backward_workspace, built_in_tiles
 
 MASTER_BYTES = 4
 EXACT_BYTES = 4  # the delta rule computes in float32
 # Logits, their float32 softmax, its gradient; of z-loss another softmax and the sum of gradients.
 LOGIT_COPIES, LOGIT_COPIES_OF_Z_LOSS = 3, 5
-TILE_CAPABILITY = (9, 0)  # whose tiles round the workspace's rows; those of other GPUs are as wide
+TILE_CAPABILITY = (9, 0)  # its tiles round the workspace's rows; other GPUs' tiles are as wide
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
 # Elements of a bucket at least: smaller sums take as long as this one on most networks.
 SMALLEST_BUCKET = 1 << 22
 COPIED = 500_000_000  # elements at most that stages 0 and 1 copy at a time, to sum them
-# What a change costs, as a part of the time of a step: assumed, and only their order matters.
-# Checkpointing repeats the scores, or all of the forward pass: a third of a step's FLOPs.
-_COST_OF_CHECKPOINTING = {"none": 0.0, "selective": 0.08, "full": 0.33}
-# Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
-_COST_OF_STAGE = (0.0, 0.005, 0.01, 0.1)
-# Of twice as many passes: each is smaller; from stage 2 on each exchanges gradients, too.
-_COST_OF_PASSES = (0.01, 0.01, 0.02, 0.05)
-_COST_OF_OFFLOADED_MEMORIES = 0.02  # copied while other slots compute
-_COST_OF_OFFLOADED_OPTIMIZER = 0.5  # the CPU updates the weights
-_MOST_RANKS = 64  # times as many are tried where no setting helps
 
 
 @dataclass(frozen=True)
@@ -290,7 +273,7 @@ class Footprint:
 
 
 def largest_footprint(run: RunConfig, world_size: int, on_gpu: bool = False) -> Footprint:
-    """Return what the run occupies in the phase in which a rank needs the most memory."""
+    """Return what the run occupies in the phase that needs the most memory."""
     phases = [Footprint(phase, world_size, on_gpu) for phase in runs_of_phases(run)]
     return max(phases, key=lambda phase: phase.device) if phases[1:] else phases[0]
 
@@ -510,85 +493,3 @@ def _given(run: RunConfig, name: str) -> float:
 def largest_parameter(model: ModelConfig) -> int:
     """Return the elements of the largest parameter."""
     return max(each.elements for each in weight_shapes(model) if each.copies)
-
-
-@dataclass(frozen=True)
-class Fitting:
-    """Settings with which a run fits."""
-
-    engine: EngineConfig
-    changes: dict[str, Any]
-    bytes: float  # of a rank's device
-    cost: float  # the part of a step's time that they are estimated to add
-    host_bytes: float  # of a rank, for what is offloaded
-
-    @property
-    def description(self) -> str:
-        """The changes as they would stand on the command line, and what they bring."""
-        words = as_overrides(self.changes)
-        host = f" and {self.host_bytes / GIB:,.1f} GiB of host memory" if self.host_bytes else ""
-        return f"{words} ({self.bytes / GIB:,.2f} GiB{host})"
-
-
-def advice(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> str:
-    """Return in one line what lets a run fit into `capacity` bytes per rank."""
-    if fit := cheapest_fit(run, world_size, capacity, on_gpu):
-        return f"set {fit.description}"
-    ranks = 2 * world_size
-    while ranks <= _MOST_RANKS * world_size:
-        if fit := cheapest_fit(run, ranks, capacity, on_gpu):
-            settings = f" with {fit.description}" if fit.changes else ""
-            return f"no engine setting makes it fit here; use {ranks} ranks{settings}"
-        ranks *= 2
-    return "nothing makes it fit; use a smaller model, shorter segments or a shorter memory"
-
-
-def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> Fitting | None:
-    """Return the change of lowest cost that lets every phase fit, or None; no change if it fits."""
-    for cost, engine in sorted(_candidates(run, world_size, on_gpu), key=lambda each: each[0]):
-        try:
-            footprint = largest_footprint(replace(run, engine=engine), world_size, on_gpu)
-            needed = footprint.device
-        except ConfigError:  # lanes, heads or lengths of a phase do not divide so
-            continue
-        if needed <= capacity:
-            changes = {
-                f"engine.{name}": value
-                for name, value in vars(engine).items()
-                if value != getattr(run.engine, name)
-            }
-            return Fitting(engine, changes, needed, cost, footprint.offloaded if changes else 0.0)
-    return None
-
-
-def _candidates(
-    run: RunConfig, world_size: int, on_gpu: bool
-) -> Iterator[tuple[float, EngineConfig]]:
-    """Each combination of changes with its cost; none undoes what the run asks for."""
-    engine = run.engine
-    kinds = tuple(_COST_OF_CHECKPOINTING)
-    may_offload = (False, True) if on_gpu else (False,)
-    try:
-        own = min(len(lanes_of_rank(phase, 0, world_size)) for phase in runs_of_phases(run))
-    except ConfigError:  # the lanes do not divide over so many ranks
-        return
-    most = min(engine.micro_batch_lanes or own, own)  # lanes of a pass
-    for stage, kind, lanes, memories, optimizer in itertools.product(
-        range(engine.zero_stage, 4) if engine.kind == "deepspeed" else (engine.zero_stage,),
-        kinds[kinds.index(engine.activation_checkpointing) :],
-        [lanes for lanes in range(most, 0, -1) if own % lanes == 0],
-        sorted({engine.offload_memories, *may_offload}),
-        sorted({engine.offload_optimizer, *may_offload}),
-    ):
-        changes: dict[str, Any] = {
-            "zero_stage": stage,
-            "activation_checkpointing": kind,
-            "micro_batch_lanes": engine.micro_batch_lanes if lanes == most else lanes,
-            "offload_memories": memories,
-            "offload_optimizer": optimizer,
-        }
-        cost = _COST_OF_CHECKPOINTING[kind] + _COST_OF_STAGE[stage]
-        cost += _COST_OF_PASSES[stage] * math.log2(most / lanes)
-        cost += _COST_OF_OFFLOADED_MEMORIES * memories + _COST_OF_OFFLOADED_OPTIMIZER * optimizer
-        with contextlib.suppress(ConfigError):  # they contradict each other, or the model
-            yield cost, replace(run, engine=replace(engine, **changes)).engine

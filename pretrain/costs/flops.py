@@ -270,7 +270,7 @@ def delta_rule_chunks(tokens: int) -> tuple[int, int]:
 
 
 def delta_rule_flops(model: ModelConfig, tokens: int) -> DeltaRuleFlops:
-    """Return products of a chunk's tokens, the solve (as a product), and those of the state."""
+    """Return products of a chunk's tokens and of the state, and the solve (as a product)."""
     w, _, v = _widths(model)
     number, size = delta_rule_chunks(tokens)
     padding = number * size / tokens

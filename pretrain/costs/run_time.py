@@ -1,7 +1,7 @@
 """How long a run takes: training by phase, its evaluations, saves and failures. Torch-free.
 
 At an assumed part of the peak. Failures of all nodes together come at a constant rate, M seconds
-apart on average. A run trains for an interval t, stands still for the pause p of a save, and trains
+apart on average. A run trains for an interval t, pauses for p while it saves, and trains
 on while the checkpoint is being written, w. After a failure nothing runs for the seconds d
 (detection, requeueing), then ranks start and restore for the seconds s; a failure in s begins with
 d again. What was trained after the latest published checkpoint is trained again. On average
@@ -90,7 +90,7 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
 def evaluation_flops(
     run: RunConfig, tokens: int, world_size: int, models: Sequence[ModelConfig]
 ) -> float:
-    """The FLOPs of the busiest rank for the losses of these models on so many tokens.
+    """Return the FLOPs of the busiest rank for the losses of these models on the tokens.
 
     Ranks beyond the number of lanes compute what is not counted, and shorten nothing. Where a few
     long documents leave lanes empty, which are whole documents, it takes longer.
@@ -134,7 +134,7 @@ class FailureCosts:
     """How often a run fails and what saves and restarts cost it, in seconds."""
 
     between_failures: float  # on average, of all nodes together
-    pause: float  # in which a save keeps the loop from training
+    pause: float  # while a save keeps the loop from training
     write: float = 0.0  # from there until the checkpoint is published; training continues
     down: float = 0.0  # detection and requeueing: nothing runs that could fail
     start: float = 0.0  # start of the ranks, reading the checkpoint
@@ -142,7 +142,7 @@ class FailureCosts:
     def goodput(self, interval: float) -> float:
         """Return the part of the time that goes into training that is not done again.
 
-        A save waits for the one before, so a shorter interval than `write` has pauses as long.
+        A save waits for the previous one, so a shorter interval than `write` has pauses as long.
         """
         mean = self.between_failures
         period = (max(interval, self.write) + self.pause) / mean

@@ -171,8 +171,8 @@ def _buckets(run: RunConfig, on_gpu: bool) -> dict[str, Any]:
     overlaps = overlaps_reduction(run, on_gpu)
     settings: dict[str, Any] = {
         # Summed to the ranks that own them, gradients are half the traffic. But where stage 2
-        # overlaps, DeepSpeed synchronizes the device before each of these sums, of which there are
-        # more with more ranks: they would overlap nothing (docs/performance.md#gradient-reduction).
+        # overlaps, DeepSpeed synchronizes the device before each of these sums, and more ranks need
+        # more sums: they would overlap nothing (docs/performance.md#gradient-reduction).
         "use_multi_rank_bucket_allreduce": overlaps,
         "reduce_bucket_size": bucket_elements(run),
         "overlap_comm": overlaps,
@@ -345,7 +345,7 @@ class DeepSpeedEngine(ModelEngine):
     def _grad_norm(self) -> float:
         """Return the norm, for which the host waits once, however many parameter groups ask."""
         if self._norm is None:
-            # The public get_global_grad_norm() is that of the step before while the optimizer runs.
+            # While the optimizer runs, get_global_grad_norm() still returns the previous step's.
             scaled = self.loss_scaler is not None and self._stage == 0
             scale = float(self._optimizer.loss_scale) if scaled else 1.0
             self._norm = float(self._optimizer._global_grad_norm) / scale

@@ -46,7 +46,7 @@ class StepResult:
     skipped: bool
     layers: LayerSquares | None = None
     overflowed: bool = False
-    loss_scale: float | None = None  # that of this step, in fp16
+    loss_scale: float | None = None  # of this step, in fp16
 
 
 class Scorer(ABC):
@@ -165,7 +165,7 @@ def check_precision(precision: Precision, device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left, whoever asked for it."""
+    """Return whether a device or the host had no memory left, in whichever library."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

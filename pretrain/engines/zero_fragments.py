@@ -74,7 +74,7 @@ class ZeroFragments:
                     weight.data.copy_(master.data)
 
     def _masters(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield each master, and the weights of which this rank's elements are in it."""
+        """Yield each master, and the weights with elements in it on this rank."""
         wrapper = self._optimizer
         if self._stage == 0:
             yield from ((master, [weight]) for weight, master in self._weights_and_masters())

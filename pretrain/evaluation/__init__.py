@@ -1,4 +1,1 @@
-"""Loss by memory length, effective context length, probes, tasks, sampling.
-
-Imported by commands and `run.py`; uses weights, engines and model.
-"""
+"""Loss by memory length, effective context length, probes, tasks, sampling."""

@@ -1,6 +1,6 @@
 """Relative effective context length (section 3.3 and appendix C): how far back context still helps.
 
-Each step from a context of c tokens to c + step lowers the loss less than the one before. The
+Each step from a context of c tokens to c + step lowers the loss less than the previous. The
 context length of a model is the c from which the next step lowers perplexity by less than 1%. It is
 measured for several models together, over the same P positions. Each step starts from the best loss
 that any of them reached with c, so that a weak model does not look good because it has more left to

@@ -88,11 +88,11 @@ def evaluate(
 ) -> EvaluationResult:
     """Score a split, or about its first `max_tokens` tokens, on all ranks together.
 
-    `text_sizes` are those of the corpus' tokenizer, which is loaded to know them.
+    `text_sizes` default to `corpus_text_sizes`, which loads the tokenizer.
 
     `advance` is called with the number of tokens of each batch. `before_batch` is called by every
-    rank before each batch, of which all have equally many, and may raise. Bytes and characters are
-    those of the manifest if the whole split is scored, else those of the scored tokens.
+    rank before each batch, equally often, and may raise. Bytes and characters are the manifest's if
+    the whole split is scored, else the scored tokens'.
     """
     world = scorer.world
     num_lanes = useful_lanes(corpus, num_lanes, segment_length, max_tokens)

@@ -226,7 +226,7 @@ def run_tasks(
 
     A task is a name of lm-eval's or a YAML file, whose data may be local files. `limit` is how many
     examples of a task are used (0: all); `bootstrap_iters` are for standard errors (0: none);
-    `options` are those of `TrainedLM`. Unless it `runs_code`, `!function` in a file is a DataError.
+    `options` are for `TrainedLM`. Unless it `runs_code`, `!function` in a file is a DataError.
     """
     # The decorator that registers the class hides its arguments.
     model = TrainedLM(trained, **options)  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,1 @@
-"""Relative attention as tiles on the CPU and as Triton kernels on a GPU.
-
-Imported by `model`; uses nothing of `pretrain`.
-"""
+"""Relative attention as tiles on the CPU and as Triton kernels on a GPU."""

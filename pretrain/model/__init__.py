@@ -1,7 +1,5 @@
 """The Transformer-XL family in plain torch, with its recurrent memory.
 
-Imported by engines, evaluation and weights; uses kernels and config.
-
 Names of tensors end in the letters of their shape (`scores_BNLC`), here and in `pretrain.kernels`:
 
     B  lanes, or rows of a batch          N  attention heads

@@ -156,7 +156,7 @@ def tiled_attention(
     visibility: Visibility,
     dropout: WeightDropout,
 ) -> Tensor:
-    """Attend with the CPU's tiles; the dropout masks are those of `plain_attention`."""
+    """Attend with the CPU's tiles; with the dropout masks of `plain_attention`."""
     keep_NBLC, rate = None, dropout.rate
     if dropout.stream is not None and rate:
         B, L, N, _ = query_BLNH.shape

@@ -146,7 +146,7 @@ class RowBuffer:
         return min(self._end - self._start, self._memory_length)
 
     def select(self, rows_B: Tensor) -> None:
-        """Keep these lanes, as many as there are, in place of the present ones."""
+        """Replace the lanes by these present ones; their number stays."""
         part = self._rows[:, self._start : self._end]
         part.copy_(part[rows_B])
 
@@ -347,7 +347,7 @@ def new_stream(
     """Return the cheapest stream for the model; segments have up to `longest_segment` tokens.
 
     A stream of `num_tokens` in all takes no more space than they need. What it computes does not
-    depend on it: positions are those of the memory length and segments that were asked for.
+    depend on it: positions follow from the given memory length and segments.
     """
     if module.config.memory_tokens:
         return SegmentStream(module, memory_length, longest_segment)

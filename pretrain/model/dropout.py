@@ -23,7 +23,7 @@ from pretrain.kernels.triton.settings import has_triton, missing_for_compiling
 
 LEVELS = 1 << 16  # values of 16 random bits
 WORD = (1 << 64) - 1
-SEGMENT_BITS = 40  # a step's number is below 2**40; above it is that of a segment in the step
+SEGMENT_BITS = 40  # a step's number is below 2**40; a segment's number in its step is above
 ALL_LANES = -1  # replaces the lane in a mask that all lanes share
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
 
@@ -98,7 +98,7 @@ class DropoutStream:
         return shared.drop(values[None], rate, site)[0]
 
     def lane_keys(self, site: Site, layer: int, device: torch.device) -> Tensor:
-        """Return a random int64 per lane, from which the fused attention draws its own masks.
+        """Return a random int64 per lane, the seed of the fused attention's own masks.
 
         They come from SplitMix64 (Steele, Lea, Flood 2014) over a hash of the same five numbers.
         """

@@ -174,7 +174,7 @@ class OutputBin(nn.Module):
             self.cluster_bias = zeros(self._num_clusters)
 
     def forward(self, hidden_TD: Tensor, *, sums: GradientSums | None = None) -> Tensor:
-        """`sums` are those of the chunks that the tokens are one of."""
+        """Return the logits of a chunk; `sums` belong to all chunks of the batch."""
         shared = (sums or GradientSums(1)).shared
         hidden = hidden_TD
         if self.projection is not None:

@@ -83,7 +83,7 @@ class DeltaNetLayer(ResidualLayer):
 
     @property
     def mixer(self) -> GatedDeltaNet:
-        """The part in which tokens read each other."""
+        """The part where tokens read each other."""
         return self.deltanet
 
 
@@ -133,8 +133,8 @@ class TransformerLayer(ResidualLayer):
     ) -> Tensor:
         """Apply the layer without dropout, with a cache of keys and values as the memory.
 
-        `remember` takes the keys and values of the segment, [B, L, 2, G, H], and returns those of
-        memory and segment.
+        `remember` takes the keys and values of the segment, [B, L, 2, G, H], and returns them
+        for memory and segment.
         """
         segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
         key_values = remember(self.attention.keys_and_values(segment_BLD))
@@ -151,7 +151,7 @@ class TransformerLayer(ResidualLayer):
 
     @property
     def mixer(self) -> RelativeAttention:
-        """The part in which tokens read each other."""
+        """The part where tokens read each other."""
         return self.attention
 
 

@@ -1,6 +1,6 @@
 """What lanes carry from segment to segment: the memory, a tuple of tensors.
 
-It is a plain tuple because DeepSpeed's hooks walk nothing else. Its layout is that of
+It is a plain tuple because DeepSpeed's hooks walk nothing else. Its layout follows
 `pretrain.config.lane_parts`, and only this module knows it: the others see parts by name, the parts
 of a layer, or lanes. Lanes are the first dimension of every tensor.
 
@@ -117,8 +117,8 @@ class MemoryLayout:
     def after_forgotten_segment(self, memory: Memory | None, starts_BL: Tensor) -> Memory | None:
         """Return the same memory after a segment that is not remembered.
 
-        Documents count from the segment's end. If documents are isolated, the state of a lane in
-        which one started is that of an empty memory.
+        Documents count from the segment's end. If documents are isolated, a lane where one
+        started has the state of an empty memory.
         """
         if memory is None:
             return None
@@ -268,8 +268,7 @@ def leaving_rows(recent_BMX: Tensor, segment_BLX: Tensor, count: int) -> Tensor:
 def grouped_documents(documents_BX: Tensor, rate: int) -> tuple[Tensor, Tensor]:
     """Return the document of each compressed row, [B, K], and which rows of its group are of it.
 
-    The document of a compressed row is that of the last row in its group. The second result is
-    [B, K, rate].
+    A compressed row has the document of its group's last row. The second result is [B, K, rate].
     """
     documents_BKX = documents_BX.unflatten(1, (documents_BX.shape[1] // rate, rate))
     return documents_BKX[:, :, -1], documents_BKX == documents_BKX[:, :, -1:]

@@ -54,8 +54,8 @@ class Compression(nn.Module):
         """Return the compressed rows [B, K, D] and the reconstruction error (0 without gradients).
 
         With the documents of leaving rows and segment, documents are isolated: a group's rows of
-        another document than its last row's are left out, and no query reads rows of another
-        document. The norms are those of `layer`. This is called without rows to compress as well:
+        another document than its last row's count as 0, and no query reads rows of another
+        document. It normalizes as `layer` does. This is called without rows to compress as well:
         under ZeRO-3 every rank must run every module.
         """
         groups_BKXD = leaving_BXD.unflatten(1, (leaving_BXD.shape[1] // self._rate, self._rate))
@@ -117,7 +117,7 @@ def _normed(rows: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 class MemoryTokens(nn.Module):
-    """The vectors that a segment reads from the one before, and writes for the next.
+    """The vectors that a segment reads from the previous one, and writes for the next.
 
     Layers get [read tokens | segment | write tokens] as one causal sequence. Both groups start as
     what the segment before has written, or as learned vectors if there is nothing: zeros. What the

@@ -39,7 +39,7 @@ def normal(*shape: int, std: float, mean: float = 0.0) -> nn.Parameter:
 
 
 class WithoutDrawing(TorchFunctionMode):
-    """Within it, parameters that would be drawn are zero, and the generator stands still.
+    """Within it, parameters that would be drawn are zero, and the generator is not used.
 
     For weights that will be replaced: a normal number takes 3.6 ns of one core, so that 30 billion
     of them take two minutes.

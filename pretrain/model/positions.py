@@ -34,7 +34,7 @@ def sinusoids_XD(distances_X: Tensor, d_model: int, stretch: Stretch | None = No
 
 @dataclass(frozen=True)
 class Stretch:
-    """Angles for s = `factor` times as many keys as the `trained` ones: NTK-aware scaling or YaRN.
+    """Angles for `factor` (s) times the `trained` number of keys: NTK-aware scaling or YaRN.
 
     NTK-aware scaling leaves the fastest frequency and divides the slowest by s. YaRN (Peng et al.
     2023, arXiv 2309.00071) leaves what turns 32 times or more within the trained keys, divides by s
@@ -123,8 +123,8 @@ def rotated_BXNH(values_BXNH: Tensor, encodings_XH: Tensor) -> Tensor:
 def alibi_slopes_N(num_heads: int, device: torch.device) -> Tensor:
     """Return the slopes of linear biases (Press et al. 2022): 2^(-8/n), 2^(-16/n), ... for n heads.
 
-    If n is not a power of two, the first slopes are those of the next lower power of two, the
-    others every second one of the next higher.
+    If n is not a power of two, the first slopes are those for the next lower power of two,
+    the others every second one for the next higher.
     """
     whole = 1 << (num_heads.bit_length() - 1)
     steps = torch.arange(1, whole + 1, dtype=torch.float64, device=device)

@@ -50,7 +50,7 @@ class Segment:
     memory_tokens: int
 
     def own(self, hidden_BLD: Tensor) -> Tensor:
-        """Return the rows of the segment's tokens, between those of its memory tokens."""
+        """Return the rows of the segment's tokens, without its memory tokens."""
         count = self.memory_tokens
         return hidden_BLD[:, count:-count] if count else hidden_BLD
 

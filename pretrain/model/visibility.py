@@ -16,7 +16,7 @@ from pretrain.config.model import ModelConfig
 
 
 class SegmentKeys:
-    """Positions and visibility of a segment's keys, which layers with as many keys share."""
+    """Positions and visibility of a segment's keys, shared by layers with equally many keys."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class SegmentKeys:
         documents_BC: Tensor,
         num_queries: int,
     ) -> None:
-        """`positions` [C, X] are those of each layer, farthest first; `dtype` is that of scores.
+        """`positions` [C, X] are by layer, farthest first; `dtype` is the type of scores.
 
         C is the number of keys of the layers that remember the most.
         """

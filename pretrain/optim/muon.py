@@ -8,7 +8,7 @@ All its singular values become about 1, so that rare directions count as much as
 
 That needs whole matrices, and ZeRO shards them. The average is kept element by element where the
 weights are, like Adam's moments, so checkpoints save and reshard it alike. In each step a matrix
-travels to one rank, its owner, and its O back, both in the type in which O is computed. All parts
+travels to one rank, its owner, and its O back, both in the type of O's computation. All parts
 that a rank sends to another travel together, in one all-to-all each way.
 """
 
@@ -131,7 +131,7 @@ class Muon(GuardedAdamW):
         super().__init__(
             groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True
         )
-        self._dtype = dtype  # in which matrices are made orthogonal
+        self._dtype = dtype  # for making matrices orthogonal
         self._exchanges: dict[tuple[str, ...], MatrixExchange] = {}
 
     def _update(self) -> None:

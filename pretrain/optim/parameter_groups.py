@@ -101,8 +101,8 @@ def new_fragment(
 class FragmentIndex:
     """A rank's fragments by master tensor, for optimizers that get tensors without names.
 
-    `names` are those of the parameters in each master, also of those of which this rank has no
-    element, so that they are the same on all ranks, in the same order. `is_sharded`: each element
+    `names` has the parameters in each master, also where this rank has no element of them, so that
+    they are the same on all ranks, in the same order. `is_sharded`: each element
     is on one rank; otherwise every rank holds all of them.
     """
 
@@ -204,7 +204,7 @@ def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTra
 
     The rate of what maps hidden channels to hidden channels is multiplied by a power of the width
     over the base's, m, and its weight decay is divided by that: their product is what decays a
-    weight in a step. Gradients shrink as 1/m, and Adam's epsilon with them, except those of the
+    weight in a step. Gradients shrink as 1/m, and Adam's epsilon with them, except for the
     output's biases.
     """
     width = model.width_multiplier

@@ -15,7 +15,7 @@ import torch
 from pretrain.config.engine import DeltaRule
 from pretrain.config.run import RunConfig
 from pretrain.distributed.threads import describe_waiting
-from pretrain.kernels.delta_rule import delta_rule_here, fingerprint
+from pretrain.kernels.flash_linear_attention import delta_rule_here, fingerprint
 from pretrain.kernels.triton.tiling import table_name
 
 ENVIRONMENT_PACKAGES = ("torch", "numpy", "deepspeed")

@@ -33,7 +33,8 @@ from foundation.settings import differences, load_config
 from foundation.typed_values import json_text, to_tree
 from pretrain.config.resolve import with_precision, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.device_memory import advice, cheapest_fit, largest_footprint
+from pretrain.costs.device_memory import largest_footprint
+from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import RunCost, computed_step_flops, pass_lanes, run_cost
 from pretrain.costs.hardware import GIB, Hardware
 from pretrain.costs.run_time import run_time

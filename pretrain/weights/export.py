@@ -257,8 +257,8 @@ def _file_entry(path: Path) -> dict[str, Any]:
 def check_initial_weights(run: RunConfig) -> None:
     """Raise an error, before anything is written, if the run cannot start from its weights.
 
-    CheckpointError unless names and shapes are those of the run's model and the export computed the
-    same function of its weights; DataError if the export has another tokenizer.
+    CheckpointError unless names and shapes fit the run's model and the export computed the same
+    function of its weights; DataError if the export has another tokenizer.
     """
     export = run.initial_weights
     if export is None:
@@ -393,8 +393,8 @@ def load_trained(
     A run is given as its directory, or as its name in runs/.
 
     `say` gets the name of each corrupted checkpoint that is skipped. `ema` selects the weight EMA;
-    an export has it if it was made from it. `model_settings` replace those of training and must not
-    change any weight's shape; ConfigError if they are inconsistent. `precision` is that of weights
+    an export has it if it was made from it. `model_settings` replace settings of training and must
+    not change any weight's shape; ConfigError if they are inconsistent. `precision` is for weights
     and activations: by default the run's on a GPU, float32 on a CPU.
     """
     run, device = Path(run), device or inference_device()
@@ -443,7 +443,7 @@ def _placed(
 def load_tokenizer(trained: TrainedModel, data: Path | None = None) -> Tokenizer:
     """Return the tokenizer of the corpus in `data`; DataError if the model has another one.
 
-    By default that of the run's corpus, or the one in the export.
+    By default the tokenizer of the run's corpus, or the one in the export.
     """
     data = trained.tokenizer_directory(data)
     if (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.kernels.delta_rule import CONFIGURATIONS
+from pretrain.kernels.flash_linear_attention import CONFIGURATIONS
 from tests.helpers.triton_interpreter import interpreted
 
 

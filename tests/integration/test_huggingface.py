@@ -20,7 +20,8 @@ from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import TrainedModel, write_export
-from pretrain.weights.huggingface.export import model_card, write_huggingface
+from pretrain.weights.huggingface.export import write_huggingface
+from pretrain.weights.huggingface.model_card import model_card
 from tests.helpers.corpora import make_tiny_corpus, some_texts
 from tests.helpers.models import VARIANTS, tiny_model
 

@@ -1,5 +1,4 @@
 """Probes of memory: recall by distance, loss by document position, attention by distance.
 
-`probe_run.py` takes them of one model. Imported by commands; uses the rest of evaluation, weights
-and model.
+`probe_run.py` takes them of one model.
 """

@@ -38,7 +38,7 @@ class AttentionMass:
     A row's weights sum to 1 over parts and bins, less what a sink takes.
     """
 
-    layers: tuple[int, ...]  # those of the model that attend, counted from 0
+    layers: tuple[int, ...]  # the model's layers that attend, counted from 0
     first_distances: tuple[int, ...]  # of each bin, which ends before the next; in keys
     mass: dict[str, list[list[list[float]]]]  # of PARTS: [layer][head][bin]
     entropy: list[list[float]]  # nats

@@ -120,7 +120,7 @@ class PositionScorer(Scorer):
         nll_BL, after = self._scorer.evaluate(batch, memory, memory_length, num_tokens)
         losses_BL, valid_BL = nll_BL.double().cpu().numpy(), np.asarray(batch.valid_BL)
         waiting = self._waiting
-        if waiting is None:  # the token before a lane, which nobody predicted
+        if waiting is None:  # the token before a lane, which was not predicted
             num_lanes = len(losses_BL)
             self._last_B = np.full(num_lanes, -1)
             waiting = np.zeros((num_lanes, 1)), np.zeros((num_lanes, 1), bool)

@@ -107,7 +107,7 @@ RecallKind = Literal["needle", "copy"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recall:
-    """Recall at one distance; the interval is Wilson's for as many observations as trials."""
+    """Recall at one distance; the interval is Wilson's, with one observation per trial."""
 
     distance: int  # tokens from the first occurrence of a scored token to its second
     accuracy: float
@@ -256,7 +256,7 @@ def _scored(
 
 
 def recall_distance(results: Sequence[Recall]) -> int:
-    """Return the longest distance up to which every one tested is recalled; 0 for none."""
+    """Return the longest distance that is recalled, with all shorter ones tested; 0 for none."""
     reached = 0
     for result in results:
         if not result.is_recalled:

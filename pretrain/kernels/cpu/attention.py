@@ -46,7 +46,7 @@ from torch.autograd.function import once_differentiable
 
 
 def relative_shift(padded: Tensor) -> Tensor:
-    """Return a view of [X, L, 1 + C] in which row i is moved left by L - 1 - i: [X, L, C].
+    """Return a view of [X, L, 1 + C] with row i moved left by L - 1 - i: [X, L, C].
 
     The first column is padding: with it a plain `view` does the shift, also in the backward pass.
     """
@@ -55,7 +55,7 @@ def relative_shift(padded: Tensor) -> Tensor:
 
 
 def shifted(tile_PRS: Tensor) -> Tensor:
-    """Return a view of a contiguous tile in which row i is moved left by R - 1 - i, unpadded."""
+    """Return a view of a contiguous tile with row i moved left by R - 1 - i, unpadded."""
     P, R, S = tile_PRS.shape
     return tile_PRS.as_strided((P, R, S), (R * S, S - 1, 1), tile_PRS.storage_offset() + R - 1)
 

@@ -1,4 +1,1 @@
-"""Fused relative attention for GPUs; triton is imported nowhere else.
-
-Imported by `model`; uses nothing of `pretrain`.
-"""
+"""Fused relative attention for GPUs; triton is imported nowhere else."""

@@ -175,7 +175,7 @@ class Call:
         return torch.empty(shape, dtype=torch.float32, device=self.inputs.query_BLNH.device)
 
     def _device(self) -> contextlib.AbstractContextManager[Any]:
-        # Triton launches on the current device, which may not be that of the tensors.
+        # Triton launches on the current device, which may not be the tensors' device.
         device = self.inputs.query_BLNH.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -230,7 +230,7 @@ def launch_backward(
     u_gradient = v_gradient = None
     if inputs.content_bias_NH is not None:
         u_gradient = call.sum_keys(backward.score_sums_BNC)
-        # The gradient of the queries, summed, is that of u (through keys) plus that of v.
+        # The gradients of u (through keys) and v add up to the queries' gradient.
         v_gradient = backward.query_sums_BNXH.sum((0, 2))[:, : call.H] - u_gradient
     sinks_N, sinks_gradient_N = _sinks_log2(inputs), None
     if sinks_N is not None:  # minus its weight times delta: it has no value

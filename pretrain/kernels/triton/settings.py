@@ -80,7 +80,7 @@ class Variant:
     has_sinks: bool  # in the softmax's denominators
     drop_threshold: int  # of DROPOUT_LEVELS
     adds_positions: bool  # in the kernel of the queries' gradient
-    heads_per_program: int  # in that of the keys' gradient, of a group
+    heads_per_program: int  # of a group, in the kernel of the keys' gradient
     precision: str  # of products of float32; "ieee" or "tf32"
 
     @property

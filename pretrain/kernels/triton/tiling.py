@@ -2,8 +2,8 @@
 
 The tiles that a search on a GPU found to be the fastest, in a table beside the kernels.
 
-`make gpu` searches and writes the table, for the device it runs on; whoever wants these tiles
-copies it to `TABLE`. Other tiles round differently, so a run records which table it used. Format:
+`make gpu` searches and writes the table, for the device it runs on; to use these tiles,
+copy it to `TABLE`. Other tiles round differently, so a run records which table it used. Format:
 {"format": 1, "kernels": version, "tiles": [row, ...], "tried": [row, ...]}, with a row such as
 {"capability": [9, 0], "head_width": 128, "kernel": "forward", "rows": 64, "columns": 32,
 "warps": 4, "stages": 2, "seconds": 0.0012}. `kernel` is a field of `Tiles`, and the tiles of a head
@@ -23,12 +23,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from foundation.errors import ConfigError
-from foundation.files import (
-    SMALL_FILE_BYTES,
-    read_regular,
-    read_value,
-    sha256_of,
-)
+from foundation.files import SMALL_FILE_BYTES, read_regular, read_value, sha256_of
 from foundation.typed_values import Count, Line, Positive, between, one_of
 
 _ALIGNED_WIDTH = 8  # whose multiples are rows of 16 bytes; loads of others take more registers
@@ -243,7 +238,7 @@ def lane_chunks(num_lanes: int, num_groups: int, fitting: int, filling: int) -> 
 
 
 def _parts(total: int, most: int, least: int) -> list[tuple[int, int]]:
-    """Return start and size of as many parts as have `least`, or of more if `most` says so."""
+    """Return start and size of parts of at least `least`, or smaller ones if `most` is less."""
     count = max(-(-total // most), total // least, 1)
     starts = [total * part // count for part in range(count + 1)]
     return [(start, end - start) for start, end in itertools.pairwise(starts)]
@@ -256,7 +251,7 @@ class Workspace:
     chunks: list[Chunk]
     score_row: int  # columns of a row: whole tiles, so that loads and stores need no mask
     elements: int
-    heads_per_program: int  # of the keys' kernel: those of a group, or 1 to fill the device
+    heads_per_program: int  # of the keys' kernel: a whole group, or 1 to fill the device
     summed_elements: int  # of float32, if heads of a group are summed after the kernel
 
     def num_bytes(self, element_bytes: int) -> int:

@@ -1,5 +1,5 @@
 """A model as a directory that Hugging Face transformers reads without this project.
 
-Imported by `commands`; uses the rest of `weights` and model. Only the three files `*_xl_pretrain`
-import transformers, and nothing imports them: they are copied into exports.
+Only the three files `*_xl_pretrain` import transformers, and nothing imports them: they are copied
+into exports.
 """

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from pretrain.config.model import ModelConfig
 
 
-# An export has these two in place of the project's own.
+# An export has these two instead of the project's own.
 class ConfigError(ValueError):
     """A setting is missing, unknown, or contradicts another one."""
 

@@ -1,7 +1,7 @@
 """Transformer-XL as xl-pretrain trains it, for Hugging Face transformers, in plain torch.
 
 `XLPretrainForCausalLM`, at the end of this file, reads its input in segments of
-`config.segment_length` tokens, each with the memory that the one before left, as in training.
+`config.segment_length` tokens, each with the memory that the previous one left, as in training.
 `model(input_ids).mems` is the memory; give it back as `mems` with the tokens that follow.
 `generate` remembers keys and values instead: the same, computed once.
 
@@ -24,7 +24,7 @@ from transformers.utils.generic import ModelOutput
 from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.model.attention_backends import AttentionBackend, plain_attention, tiled_attention
 from pretrain.model.cached import last_logits_BTV, new_stream
-from pretrain.model.gated_deltanet import DeltaRulePath, delta_rule
+from pretrain.model.delta_rule import DeltaRulePath, delta_rule
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainConfig
@@ -32,9 +32,9 @@ from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainCon
 ALIGNMENT = 64  # bytes, as torch allocates
 
 
-# An export has these three in place of the project's own.
+# An export has these three instead of the project's own.
 class DropoutStream:
-    """The masks of dropout in training, of which there are none here."""
+    """The masks of dropout in training; there is no dropout here."""
 
 
 def backend_for(
@@ -70,7 +70,7 @@ def logits_BTV(
 ) -> Tensor:
     """Return the logits of the last `num_last` tokens, or of all if it is 0, read in segments.
 
-    `read` is that of `last_logits_BTV`; `last_B` are the tokens before these, if any.
+    `read` as in `last_logits_BTV`; `last_B` are the tokens before these, if any.
     """
     starts_BT = document_starts(tokens_BT, config.document_end_id)
     if last_B is not None:
@@ -102,7 +102,7 @@ class XLPretrainCache:
         return self._num_tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue with these rows in place of the present ones, as beam search does."""
+        """Replace the rows by these present ones, as beam search does."""
         self._stream.select(beam_idx)
         if self._last_B is not None:
             self._last_B = self._last_B[beam_idx]

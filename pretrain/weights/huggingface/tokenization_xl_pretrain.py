@@ -1,6 +1,6 @@
 """The tokenizer of a model that xl-pretrain has trained, for Hugging Face transformers.
 
-Ids and text are those of the corpus. A text is read as a document: after the token that ends the
+Ids and text are as in the corpus. A text is read as a document: after the token that ends the
 one before, which `add_special_tokens=False` leaves out. No text encodes to that token.
 """
 
@@ -22,7 +22,7 @@ MODEL_NAME = "tokenizer.model"
 
 
 class XLPretrainTokenizer(PreTrainedTokenizer):
-    """A SentencePiece model, or bytes if there is none."""
+    """A SentencePiece model, or bytes without one."""
 
     vocab_files_names = {"vocab_file": MODEL_NAME}  # noqa: RUF012  (transformers declares it so)
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012

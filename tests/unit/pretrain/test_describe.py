@@ -19,10 +19,11 @@ from pretrain.config.run import (
     PhaseConfig,
     RunConfig,
 )
-from pretrain.costs.device_memory import Footprint, advice, cheapest_fit, largest_micro_batch
+from pretrain.costs.device_memory import Footprint, largest_micro_batch
+from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import run_cost, token_flops
 from pretrain.costs.run_time import evaluation_flops, run_time
-from pretrain.kernels import delta_rule
+from pretrain.kernels import flash_linear_attention as kernels_of_fla
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
 
@@ -281,7 +282,7 @@ def test_a_hybrid_is_planned_with_the_kernels_that_are_installed(monkeypatch, ca
     command += ["model.layer_kinds=[deltanet, attention]", "engine.precision=bf16"]
     found = []
     for missing in ("", "flash-linear-attention is not installed here"):
-        monkeypatch.setattr(delta_rule, "missing_package", lambda missing=missing: missing)
+        monkeypatch.setattr(kernels_of_fla, "missing_package", lambda missing=missing: missing)
         assert main(command) == 0
         said = capsys.readouterr().out
         found.append(re.findall("delta rule: (.*)", said))

@@ -16,15 +16,15 @@ from torch.nn.functional import normalize
 from pretrain.config.model import FEED_FORWARDS, FeedForwardKind
 from pretrain.config.run import ModelConfig
 from pretrain.model import gated_deltanet
-from pretrain.model.feed_forward import FeedForward
-from pretrain.model.gated_deltanet import (
+from pretrain.model.delta_rule import (
     DeltaInputs,
-    GatedDeltaNet,
     delta_rule,
     delta_rule_by_step,
     delta_rule_in_chunks,
     fla_delta_rule,
 )
+from pretrain.model.feed_forward import FeedForward
+from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.memory import num_leaving_rows
 from pretrain.model.memory_modules import Compression
 from pretrain.model.parameters import RMSNorm
@@ -413,7 +413,9 @@ def chunk_gated_delta_rule(
 @pytest.mark.parametrize("starts", [None, (5, 6, 11)], ids=str)
 def test_a_layer_gives_fla_what_it_takes(monkeypatch, starts) -> None:
     # Kernels of the package: tests/integration/test_delta_rule_kernels.py.
-    monkeypatch.setattr(gated_deltanet, "chunk_gated_delta_rule", lambda: chunk_gated_delta_rule)
+    monkeypatch.setattr(
+        "pretrain.model.delta_rule.chunk_gated_delta_rule", lambda: chunk_gated_delta_rule
+    )
     model = ModelConfig(vocab_size=8, d_model=12, num_heads=HEADS, layer_kinds=("deltanet",))
     layer, (inputs, _) = GatedDeltaNet(model, 0).double(), random_inputs(20, starts)
     outputs, numbers = [], torch.Generator().manual_seed(3)

@@ -35,7 +35,7 @@ from pretrain.distributed.world import (
     ranks_on_this_node,
     world_from_environment,
 )
-from pretrain.kernels.delta_rule import CONFIGURATIONS
+from pretrain.kernels.flash_linear_attention import CONFIGURATIONS
 from pretrain.kernels.triton.settings import DTYPES
 from pretrain.model.attention_backends import backend_for
 from pretrain.model.parameters import dtype_of

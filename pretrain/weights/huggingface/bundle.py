@@ -1,0 +1,131 @@
+"""One Python file out of all the definitions that a module needs from our own packages.
+
+An export must run without this project and compute what it computes. So it gets the project's own
+source, copied definition by definition: there is no second implementation to keep equal.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from foundation.files import read_text
+
+ROOT = Path(__file__).parents[3]  # the folder of our packages
+OWN = ("foundation", "data_pipeline", "pretrain")
+Key = tuple[str, str]  # a module, and a name that it defines
+Import = tuple[str, str]  # ("import", "numpy as np"), or ("from torch import", "nn")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function, class or value at the top of a module."""
+
+    line: int
+    source: str  # with decorators and the comment above
+    uses: frozenset[str]  # names
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of ours."""
+
+    docstring: str
+    definitions: dict[str, Definition]
+    imports: dict[str, Import]  # of other packages, by the name bound here
+    own: dict[str, Key]  # the names that come from our packages
+
+
+def bundle(
+    root: str, heading: str, replaced: Mapping[str, str], home: Mapping[Key, str]
+) -> tuple[str, list[Key]]:
+    """Return module `root` with all that it needs of ours, and which definitions that are.
+
+    `replaced` has names that another module defines for all -> that module. `home` has definitions
+    -> the module of the directory to import them from.
+    """
+    needed: dict[Key, None] = {}
+    waiting = [(root, name) for name in module(root).definitions]
+    while waiting:
+        key = waiting.pop()
+        if key not in needed:
+            needed[key] = None
+            read = module(key[0])
+            for name in sorted(_definition(key).uses) if key not in home else ():
+                used = (key[0], name) if name in read.definitions else read.own.get(name)
+                waiting += [(replaced.get(used[1], used[0]), used[1])] if used else []
+    own = [key for key in needed if key not in home]
+    names = [name for _, name in own]
+    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
+    own.sort(key=lambda key: (_depth(key[0]), key[0], _definition(key).line))
+    used_imports = {(f"from .{home[key]} import", key[1]) for key in needed if key in home}
+    for key in own:
+        imports = module(key[0]).imports
+        used_imports |= {imports[name] for name in _definition(key).uses & imports.keys()}
+    statements: dict[str, list[str]] = {}
+    for how, name in sorted(used_imports):
+        statements.setdefault(how, []).append(name)
+    parts = [
+        f'{heading}\n\n"""{module(root).docstring}\n"""\n',
+        "from __future__ import annotations\n",
+        "\n".join(f"{how} {', '.join(names)}" for how, names in statements.items()),
+    ]
+    for key, before in zip(own, [("", ""), *own], strict=False):
+        mark = "" if key[0] == before[0] else f"# {key[0]}\n\n\n"
+        parts.append(f"\n\n{mark}{_definition(key).source}")
+    return "\n".join(parts) + "\n", own
+
+
+def _definition(key: Key) -> Definition:
+    return module(key[0]).definitions[key[1]]
+
+
+@cache
+def _depth(name: str) -> int:
+    """Return the length of the longest chain of imports below a module: what it uses is lower."""
+    return 1 + max((_depth(used) for used, _ in module(name).own.values()), default=0)
+
+
+@cache
+def module(name: str) -> Module:
+    """Read a module of ours, `pretrain.model.memory` for example."""
+    text = read_text(ROOT / (name.replace(".", "/") + ".py"))
+    tree, lines = ast.parse(text), text.splitlines()
+    read = Module(ast.get_docstring(tree) or "", {}, {}, {})
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.split(".")[0]
+                read.imports[bound] = ("import", ast.unparse(alias))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            for alias in node.names:
+                if node.module.split(".")[0] in OWN:
+                    assert not alias.asname, f"{name} renames {alias.name}"
+                    read.own[alias.name] = (node.module, alias.name)
+                else:
+                    how = f"from {node.module} import"
+                    read.imports[alias.asname or alias.name] = (how, ast.unparse(alias))
+        else:
+            first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))]) - 1
+            while first and lines[first - 1].startswith("#"):
+                first -= 1
+            uses = frozenset(_names_in(node))
+            source = "\n".join(lines[first : node.end_lineno])
+            targets = getattr(node, "targets", [getattr(node, "target", ast.Pass())])
+            defined = [name for target in targets for name in _names_in(target)]
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                defined = [node.name]
+            elif isinstance(node, ast.Try):  # an import that may fail
+                imports = [each for each in node.body if isinstance(each, ast.Import)]
+                defined = [alias.name for each in imports for alias in each.names]
+            for each in defined:
+                read.definitions[each] = Definition(node.lineno, source, uses)
+    return read
+
+
+def _names_in(node: ast.AST) -> list[str]:
+    return [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]

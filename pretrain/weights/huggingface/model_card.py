@@ -1,0 +1,109 @@
+"""The model card of an export, filled in with what is known about the run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
+from foundation.paths import path_text
+from foundation.typed_values import json_text
+from pretrain.config.phases import spans_of_phases
+from pretrain.costs.flops import model_in_words, parameter_counts
+from pretrain.weights.export import TrainedModel
+from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- {tag}
+- xl-pretrain
+---
+
+# {name}
+
+A language model of {parameters:,} parameters, trained with xl-pretrain
+for {step:,} steps on {tokens:,} tokens of the corpus `{corpus}`: {model}.
+It reads text in segments. From one segment to the next, {memory}.
+
+License, intended use and limitations are for whoever publishes the model to state here.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("DIRECTORY", trust_remote_code=True)
+inputs = tokenizer("The ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
+```
+
+The code in this directory needs torch, transformers and numpy{requirement}. It has no dropout and
+no fused kernels for GPUs. A text of any length can be read, in linear time: `model(input_ids,
+mems=mems)` returns `logits`, and `mems` for what follows. Padding belongs to the right of a text;
+`generate` takes prompts of equal length.
+
+## Model
+
+{model_rows}
+
+## Training
+
+{training_rows}
+"""
+
+
+def model_card(
+    trained: TrainedModel, tokenizer: Tokenizer, evaluation: Mapping[str, Any] | None = None
+) -> str:
+    """Return the text; `evaluation` is the line of the run's latest one."""
+    config, model = trained.config, trained.config.model
+    spans = spans_of_phases(config, range(min(trained.step, config.optim.steps)))
+    training = {
+        "steps": f"{trained.step:,}",
+        "tokens per step, at the end": f"{config.tokens_per_step:,}",
+        "segment length": f"{trained.segment_length:,}",
+        "optimizer": f"{config.optim.name}, learning rate {config.optim.learning_rate:g}",
+        "seed": str(config.seed),
+    }
+    for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character"):
+        if evaluation is not None and evaluation.get(name) is not None:
+            training[f"validation {name.replace('_', ' ')}"] = f"{evaluation[name]:.4f}"
+    settings = {
+        name: json_text(value)
+        for name, value in model.function_settings().items()
+        if value not in (False, 0, ()) or name == "num_layers"
+    }
+    up_to = "" if isinstance(model.memory_length, int) else "up to "
+    memory = (
+        f"attention remembers {up_to}{model.longest_memory:,} tokens of hidden states per layer"
+    )
+    if model.num_deltanet_layers:
+        memory = "Gated DeltaNet carries a state of fixed size" + (
+            f", and {memory}" if model.num_attention_layers else ""
+        )
+    tokenizer_text = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"
+    needs_sentencepiece = MODEL_NAME in (tokenizer_files(tokenizer) or {})
+    return CARD.format(
+        name=config.name,
+        parameters=parameter_counts(model).total,
+        step=trained.step,
+        tokens=sum(phase.tokens_per_step * count for phase, count in spans),
+        # The user's own path: nothing may end the code span.
+        corpus=re.sub(
+            r"[^\w.+ -]", "_", path_text(config.data.path).rstrip("/").rpartition("/")[2]
+        ),
+        model=model_in_words(config),
+        memory=memory,
+        tag="gated-deltanet" if model.num_deltanet_layers else "transformer-xl",
+        requirement=", and sentencepiece for the tokenizer" if needs_sentencepiece else "",
+        model_rows=_table({"tokenizer": tokenizer_text, **settings}),
+        training_rows=_table(training),
+    )
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {rows[name]} |" for name in rows)])
