@@ -45,7 +45,7 @@ class TokenizerTraits:
     is_made: bool = False  # from the text of a build, unless it is given
     counts_all: bool = False  # of that text, and not a sample
     is_list: bool = False  # of words: any file with one a line
-    joins: bool = True  # texts of tokens, cut after a line end, join to that of all of them
+    joins: bool = True  # the texts of tokens, cut after a line end, join to the whole text
 
 
 TRAITS: dict[TokenizerKind, TokenizerTraits] = {
@@ -200,9 +200,8 @@ class Tokenizer:
         unless they stand for text.
         """
         sizes = np.zeros((2, self.vocab_size), np.int64)
-        for token in range(self.vocab_size):
+        for token, piece in enumerate(self.vocabulary.token_texts()):
             if token != self.end_id or self.end_text:
-                piece = self.vocabulary.token_bytes(token)
                 sizes[:, token] = len(piece), sum(byte & 0xC0 != 0x80 for byte in piece)
         return sizes[0], sizes[1]
 
@@ -234,7 +233,7 @@ class Tokenizer:
 
 
 def read_model(path: Path) -> bytes:
-    """Return the contents of a tokenizer's file, which may be anybody's; DataError if unusual."""
+    """Return the contents of a tokenizer's file, by others; DataError if unusual."""
     try:
         content = read_regular(path, LARGEST_MODEL_BYTES)
     except FileNotFoundError:
@@ -275,11 +274,11 @@ def read_saved(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
         raise DataError(f"{path} is not a tokenizer: {error.filename} is missing") from None
     except ValueError as error:
         raise DataError(f"{path / DESCRIPTION_NAME} is corrupted ({error}); restore it") from None
-    found = fingerprint_of(kind, model, options)
-    if found != expected:
+    fingerprint = fingerprint_of(kind, model, options)
+    if fingerprint != expected:
         raise DataError(
-            f"{path} is corrupted: its model has fingerprint {found}, its description expects "
-            f"{expected}; restore it"
+            f"{path} is corrupted: its model has fingerprint {fingerprint}, its description "
+            f"expects {expected}; restore it"
         )
     return kind, model, options
 

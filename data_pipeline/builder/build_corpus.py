@@ -21,10 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.builder.build_tokenizer import (
-    describe_tokenizer,
-    prepare_tokenizer,
-)
+from data_pipeline.builder.build_tokenizer import describe_tokenizer, prepare_tokenizer
 from data_pipeline.builder.documents import read_documents, refuse_packed, stretches_of
 from data_pipeline.builder.given_tokenizer import given_tokenizer
 from data_pipeline.builder.journal import BuildJournal, check_recipe, claimed_output, is_built
@@ -94,7 +91,7 @@ def list_all_sources(config: CorpusConfig, report: Report = lambda what: None) -
     training = list_sources(config.input, config, report)
     sources = [("", source) for source in training]
     if config.is_stream:
-        sources = [found for source in training for found in stretches_of(source, config)]
+        sources = [stretch for source in training for stretch in stretches_of(source, config)]
     if config.validation_input:
         validation = list_sources(config.validation_input, config, report, is_validation=True)
         if config.is_stream:
@@ -239,7 +236,7 @@ def _encoded(
     """Yield each job with its token ids, or a reject where the tokenizer has none for its text.
 
     A pipeline of three: while one batch is encoded (without the interpreter lock), this thread
-    reads the next batch and its caller writes the one before.
+    reads the next batch and its caller writes the previous one.
     """
     with ThreadPoolExecutor(1) as pool:
         before: list[_Job] = []
@@ -256,15 +253,17 @@ def _encoded(
 def _ids_of(batch: list[_Job], tokenizer: Tokenizer, threads: int) -> list[np.ndarray | Reject]:
     """Return the ids of each document: of its text, or as they came, checked."""
     documents = [job.document for job in batch]
-    texts = [each for each in documents if each.tokens is None]
+    texts = [document for document in documents if document.tokens is None]
     encoded: Iterator[np.ndarray | Reject]
     try:
-        encoded = iter(tokenizer.encode_many([each.text for each in texts], threads))
+        encoded = iter(tokenizer.encode_many([document.text for document in texts], threads))
     except UnencodableText:
-        encoded = (_ids_of_text(each, tokenizer) for each in texts)
+        encoded = (_ids_of_text(document, tokenizer) for document in texts)
     return [
-        next(encoded) if each.tokens is None else tokenizer.checked(each.tokens, each.source)
-        for each in documents
+        next(encoded)
+        if document.tokens is None
+        else tokenizer.checked(document.tokens, document.source)
+        for document in documents
     ]
 
 

@@ -18,11 +18,7 @@ from data_pipeline.builder.records import Document, Reject, fraction_of
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.builder.split_writer import is_validation
 from data_pipeline.config import SMALLEST_VOCABULARY, CorpusConfig, TokenizerConfig
-from data_pipeline.tokenizer import (
-    DESCRIPTION_NAME,
-    TRAITS,
-    Tokenizer,
-)
+from data_pipeline.tokenizer import DESCRIPTION_NAME, TRAITS, Tokenizer
 from data_pipeline.vocabularies.built_in import most_frequent_bytes
 from data_pipeline.vocabularies.words import END_TOKEN, most_frequent_words
 from foundation.errors import ConfigError, DataError

@@ -48,7 +48,7 @@ from data_pipeline.config import CorpusConfig, SourceKind
 from foundation.errors import ConfigError, DataError
 from foundation.files import named_errors, open_regular
 
-# The title of an article; those of its sections have more of the signs.
+# The title of an article; titles of its sections have more equals signs.
 TITLE = re.compile(rb" ?= [^=].* = ?\r?\n?")
 STRETCH_BYTES = 100_000
 SPACES, LONGEST_WORD = re.compile(rb"[ \n]"), 1024
@@ -75,13 +75,13 @@ def read_articles(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> R
         if isinstance(line, Reject):
             yield replace(line, source=f"{source.name}:{number}")
             continue
-        if TITLE.fullmatch(line) and any(each.strip() for each in lines):
+        if TITLE.fullmatch(line) and any(text.strip() for text in lines):
             yield _article(lines, size, number, source, config)
             lines, number, size = [], number + 1, 0
         size += len(line)
         if size <= records.LONGEST_DOCUMENT_BYTES:
             lines.append(line)
-    if any(each.strip() for each in lines):
+    if any(text.strip() for text in lines):
         yield _article(lines, size, number, source, config)
 
 

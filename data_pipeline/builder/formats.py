@@ -93,10 +93,10 @@ def check_head(head: bytes, name: str, kind: SourceKind, config: CorpusConfig) -
         return
     lower = name.lower()
     packing = GZIP if lower.endswith(GZIP) else ZSTD if lower.endswith((ZSTD, ".zstd")) else ""
-    if found := _magic(head, packing or kind):
-        what, advice = found
+    if other := _magic(head, packing or kind):
+        kind_found, advice = other
         expected = f"one compressed by {packing[1:]}" if packing else f"format {kind}"
-        raise UnreadableRecords(f"it is {what}, expected {expected}; {advice}")
+        raise UnreadableRecords(f"it is {kind_found}, expected {expected}; {advice}")
 
 
 def _magic(head: bytes, expected: str) -> tuple[str, str] | None:

@@ -22,11 +22,7 @@ from data_pipeline.tokenizer import (
     read_saved,
 )
 from data_pipeline.vocabularies.huggingface import end_token_of, special_tokens_of
-from data_pipeline.vocabularies.vocabulary import (
-    LARGEST_MODEL_BYTES,
-    InvalidVocabulary,
-    usual_end,
-)
+from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES, InvalidVocabulary, usual_end
 from data_pipeline.vocabularies.words import END_TOKEN, words_of_file
 from foundation.errors import ConfigError, DataError
 from foundation.files import read_json

@@ -5,7 +5,7 @@ OUTPUT/.build/journal.jsonl   one line with the recipe, then one per finished sh
 OUTPUT/build.json             the recipe of the finished build
 
 A build is deterministic, so the journal needs to record only which shards are finished: a resumed
-build reads the input from its start, skips as many documents as these shards hold, and continues
+build reads the input from its start, skips the documents that these shards hold, and continues
 with the same bytes. The recipe is all that the bytes depend on; a build with another recipe is
 rejected. `.build` is removed last, so a directory without it is complete.
 """
@@ -122,9 +122,9 @@ class BuildJournal:
             if not path.exists():
                 logger.warning("shard %s is missing; it and later ones are built again", path)
                 return False
-            if (found := path.stat().st_size) != expected:
+            if (size := path.stat().st_size) != expected:
                 raise DataError(
-                    f"shard {path} of the unfinished build has {found} bytes, its journal expects "
+                    f"shard {path} of the unfinished build has {size} bytes, its journal expects "
                     f"{expected}; remove it to build it and later ones again"
                 )
         self.shards.append(shard)
@@ -172,10 +172,10 @@ def claimed_output(output: Path, parts: Sequence[Path] = ()) -> Iterator[Path]:
             yield output
         except UserError:
             directories = (output, *parts)
-            shards = (each.glob(f"{split}/*") for each in directories for split in SPLITS)
+            shards = (build.glob(f"{split}/*") for build in directories for split in SPLITS)
             if not was_started and not any(map(any, shards)):
-                for each in directories:
-                    _remove_but_rejects(each)
+                for build in directories:
+                    _remove_but_rejects(build)
                 if existed:
                     make_directory(output)
             raise
@@ -229,13 +229,13 @@ def is_started(output: Path) -> bool:
 def check_recipe(output: Path, recipe: dict[str, Any]) -> None:
     """Raise ConfigError unless the finished corpus in `output` was built by this recipe."""
     try:
-        found = read_json(output / RECIPE_NAME, LARGEST_LIST_BYTES)
+        finished = read_json(output / RECIPE_NAME, LARGEST_LIST_BYTES)
     except ValueError:
-        found = None
-    if found != recipe:
+        finished = None
+    if finished != recipe:
         raise ConfigError(
             f"{output} holds a finished corpus from other text or settings: "
-            f"{_differing(found, recipe)}; choose another output or remove it"
+            f"{_differing(finished, recipe)}; choose another output or remove it"
         )
 
 

@@ -2,7 +2,7 @@
 
 A listed file that is missing, or has another size, is an error. A file of the same kind that is not
 listed belongs to an older version or a cache, and one of a test or validation split is no training
-text: both are left out and named.
+text: both are skipped and named.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A list: the forms of each file; others in `folders` that end in `suffix` are left out."""
+    """A list: the forms of each file; others in `folders` that end in `suffix` are skipped."""
 
     name: str
     files: tuple[tuple[ListedFile, ...], ...]
@@ -81,9 +81,9 @@ def listed_files(
     listed: dict[str, ListedFile] = {}
     for of_splits in (True, False):  # a split that is not listed has lists of its own
         chosen = [name for name in names if (PurePosixPath(name).name == SPLITS) == of_splits]
-        lists = [found for name in chosen for found in _listings(root, name, kind, present)]
-        for found in lists:
-            listed |= {file.name: file for file in _present(root, found, present)}
+        lists = [listing for name in chosen for listing in _listings(root, name, kind, present)]
+        for listing in lists:
+            listed |= {file.name: file for file in _present(root, listing, present)}
         excluded = _excluded([name for name in names if name not in listed], lists)
         for source, others in excluded.items():
             tell(f"left out, not listed in {source}", sorted(others))
@@ -96,7 +96,9 @@ def listed_files(
 
 def _excluded(names: list[str], lists: list[Listing]) -> dict[str, set[str]]:
     """Return which of the names, which no list has, a list decides about, by the list's name."""
-    decides = {(folder, each.suffix): each.name for each in lists for folder in each.folders}
+    decides = {
+        (folder, listing.suffix): listing.name for listing in lists for folder in listing.folders
+    }
     suffixes = sorted({suffix for _, suffix in decides})
     excluded: dict[str, set[str]] = defaultdict(set)
     for name in names:
@@ -113,12 +115,12 @@ def refuse_versions(root: Path, names: list[str]) -> None:
     tables = {PurePosixPath(name).parent for name in names if name.lower().endswith(".parquet")}
     folders = {root / within for table in tables for within in (table, *table.parents)}
     for folder in sorted(folders | set(root.resolve().parents)) if tables else ():
-        what = next((VERSIONED[name] for name in VERSIONED if (folder / name).is_dir()), None)
-        if what is None and any((folder / "metadata").glob("*.metadata.json*")):
-            what = "an Iceberg table"
-        if what:
+        kind = next((VERSIONED[name] for name in VERSIONED if (folder / name).is_dir()), None)
+        if kind is None and any((folder / "metadata").glob("*.metadata.json*")):
+            kind = "an Iceberg table"
+        if kind:
             raise DataError(
-                f"input {folder} is {what}, whose files are of several versions; write its current "
+                f"input {folder} is {kind}, whose files are of several versions; write its current "
                 "version as Parquet or JSON Lines"
             )
 
@@ -131,10 +133,10 @@ def _held_out(names: list[str]) -> set[str]:
             continue
         path = PurePosixPath(name)
         for part, folder in zip(path.parts, reversed([*path.parents]), strict=True):
-            if found := SPLIT.search(part.lower()):
-                beside = (folder, part[: found.start()].lower())
-                trained |= {beside} if found["train"] else set()
-                held_out[beside] |= set() if found["train"] else {name}
+            if match := SPLIT.search(part.lower()):
+                beside = (folder, part[: match.start()].lower())
+                trained |= {beside} if match["train"] else set()
+                held_out[beside] |= set() if match["train"] else {name}
     return {name for beside in trained for name in held_out[beside]}
 
 
@@ -155,15 +157,17 @@ def _listings(
         files = read(content, folder)
         folders = {folder, *(PurePosixPath(form.name).parent for (form, *_) in files)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if any(PurePosixPath(each).parent == folder and _ends(each, suffix) for each in present):
+        if any(
+            PurePosixPath(member).parent == folder and _ends(member, suffix) for member in present
+        ):
             raise DataError(
                 f"{root / name}, the list of the files beside it, cannot be read "
                 f"({type(error).__name__}: {error}); fetch it again"
             ) from None
         return  # it is of something else
     if suffix == STATE:
-        states = (PurePosixPath(each).parent for each in present if _ends(each, STATE))
-        folders = {each for each in states if each.parent == folder} - folders
+        states = (PurePosixPath(member).parent for member in present if _ends(member, STATE))
+        folders = {member for member in states if member.parent == folder} - folders
         suffix = ""
     yield Listing(name, files, folders, suffix)
 
@@ -202,13 +206,13 @@ def _of_shards(content: dict[str, Any], folder: PurePosixPath) -> Files:
     return tuple(
         tuple(
             ListedFile(
-                str(folder / found["basename"]),
-                found.get("bytes"),
+                str(folder / form_of_shard["basename"]),
+                form_of_shard.get("bytes"),
                 shard.get("samples"),
-                tuple((found.get("hashes") or {}).items()),
+                tuple((form_of_shard.get("hashes") or {}).items()),
             )
             for form in MDS_FORMS
-            if (found := shard.get(form))
+            if (form_of_shard := shard.get(form))
         )
         for shard in content["shards"]
     )
@@ -242,13 +246,13 @@ READERS: dict[str, tuple[str, Callable[[dict[str, Any], PurePosixPath], Files]]]
 def _present(root: Path, listing: Listing, present: frozenset[str]) -> Iterator[ListedFile]:
     """Yield each listed file in the form that is there; DataError unless one is, as listed."""
     for forms in listing.files:
-        found = [form for form in forms if form.name in present]
-        if len(found) != 1:
+        present_forms = [form for form in forms if form.name in present]
+        if len(present_forms) != 1:
             raise DataError(
                 f"{root / listing.name} lists {' or '.join(form.name for form in forms)}, expected "
-                f"one of them, found {len(found)}; fetch or remove one"
+                f"one of them, found {len(present_forms)}; fetch or remove one"
             )
-        (file,) = found
+        (file,) = present_forms
         size = (root / file.name).stat().st_size
         if file.size not in (None, size):
             raise DataError(
@@ -269,7 +273,7 @@ def _check_numbers(root: Path, names: list[str], tell: Tell) -> None:
             totals = numbered[match["start"], match["end"].lower()]
             totals.setdefault(match["total"], []).append(int(match["number"]))
     for (start, end), totals in numbered.items():
-        if len(totals) > 1 or any(len(set(each)) < len(each) for each in totals.values()):
+        if len(totals) > 1 or any(len(set(numbers)) < len(numbers) for numbers in totals.values()):
             raise DataError(
                 f"{root} has {start}* of {' and of '.join(sorted(totals))} files, two versions of "
                 "one data set; remove one"

@@ -104,8 +104,8 @@ def _contents(source: SourceFile) -> bytes | memoryview:
             return b""
         content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         for name, expected in source.listed.hashes if source.listed else ():
-            if (found := _hash_of(content, name)) != expected:
-                raise InvalidRecords(f"its {name} is {found}, expected {expected} by {MDS_INDEX}")
+            if (digest := _hash_of(content, name)) != expected:
+                raise InvalidRecords(f"its {name} is {digest}, expected {expected} by {MDS_INDEX}")
         name = source.path.name.lower()
         if not name.endswith(ZSTD_SUFFIX) and not is_compressed(name):
             return content
@@ -169,8 +169,8 @@ class _Shard:
         head = start + 4 * len(variable)
         if head > end:
             raise InvalidRecords(f"sample {number} is too short")
-        found = struct.unpack_from(f"<{len(variable)}I", self.memory, start)
-        sizes = {**self._sizes, **dict(zip(variable, found, strict=True))}
+        stated = struct.unpack_from(f"<{len(variable)}I", self.memory, start)
+        sizes = {**self._sizes, **dict(zip(variable, stated, strict=True))}
         if head + sum(size or 0 for size in sizes.values()) != end:
             raise InvalidRecords(f"the sizes in the header of sample {number} do not add up")
         values = {}

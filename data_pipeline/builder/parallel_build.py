@@ -105,7 +105,7 @@ def build_part(
     """Build or resume part `part` of 1 to `num_parts`; parts may be built at the same time.
 
     `is_checked`: the caller has called `check_sources` and `check_output`, with the settings of the
-    user; here tokenizer.path may be that of a tokenizer which it has trained.
+    user; here tokenizer.path may name a tokenizer that it has trained.
     """
     if not 1 <= part <= num_parts:
         raise ConfigError(f"found part {part} of {num_parts}, expected I/N with I from 1 to N")
@@ -181,10 +181,10 @@ def merge_parts(
             for part in range(1, num_parts + 1):
                 shuffle_one(config, part, num_parts, report)
         for split in reversed(splits):  # train last: with its manifest, everything is there
-            found = [directory / split for directory in directories]
+            parts_of_split = [directory / split for directory in directories]
             if config.shuffles:
-                found = directories_of(directories, split)
-            _merge_split(config, found, output / split)
+                parts_of_split = directories_of(directories, split)
+            _merge_split(config, parts_of_split, output / split)
         journal.finish()
     _remove_parts(config)
     return result_of(config.output)

@@ -109,8 +109,8 @@ def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -
         return Reject(source, f"no field {config.text_field!r}")
     text = record[config.text_field]
     if not isinstance(text, str):
-        found = type(text).__name__
-        return Reject(source, f"field {config.text_field!r} holds {found}, expected text")
+        type_name = type(text).__name__
+        return Reject(source, f"field {config.text_field!r} holds {type_name}, expected text")
     if not text.strip():
         return Reject(source, "empty")
     try:
@@ -145,8 +145,8 @@ def document_of_tokens(
     if not len(values):
         return Reject(source, "empty")
     if values.min() < 0 or values.max() >= LARGEST_VOCABULARY:
-        found = values.min() if values.min() < 0 else values.max()
-        return Reject(source, f"found the id {found}, expected 0 to {LARGEST_VOCABULARY - 1}")
+        wrong = values.min() if values.min() < 0 else values.max()
+        return Reject(source, f"found the id {wrong}, expected 0 to {LARGEST_VOCABULARY - 1}")
     if len(values) * TOKEN_BYTES > LONGEST_DOCUMENT_BYTES:
         return too_long(source)
     return Document(name, "", source, values.astype(np.uint32))
@@ -219,8 +219,8 @@ def split_text(text: str, limit: int) -> Iterator[str]:
     """Yield parts of at most `limit` characters that join to `text`, cut as `CUTS` says."""
     start = 0
     while len(text) - start > limit:
-        found = ((text.rfind(cut, start, start + limit), len(cut)) for cut in CUTS)
-        end = next((index + length for index, length in found if index >= 0), start + limit)
+        cuts = ((text.rfind(cut, start, start + limit), len(cut)) for cut in CUTS)
+        end = next((index + length for index, length in cuts if index >= 0), start + limit)
         yield text[start:end]
         start = end
     yield text[start:]

@@ -41,7 +41,7 @@ class RoundTripCheck:
         text = _sample_of(document.text, start, self._tokenizer.end_text)
         try:
             ids = self._tokenizer.encode(text)
-            found = self._tokenizer.decode(ids)
+            decoded = self._tokenizer.decode(ids)
         except UnencodableText:  # the document will be a reject
             return
         if self._passed <= ALWAYS and not np.array_equal(ids, self._tokenizer.encode(text)):
@@ -49,13 +49,13 @@ class RoundTripCheck:
                 f"the tokenizer gives the text of {document.source} other tokens each time; give "
                 "one without sampling or dropout"
             )
-        if found == (text := self._tokenizer.normalized(text)):
+        if decoded == (text := self._tokenizer.normalized(text)):
             return
-        lost = [name for name, _ in (Counter(text) - Counter(found)).most_common(MOST_NAMED)]
-        what = f"lost characters: {', '.join(map(repr, lost))}" if lost else "with other characters"
+        lost = [name for name, _ in (Counter(text) - Counter(decoded)).most_common(MOST_NAMED)]
+        loss = f"lost characters: {', '.join(map(repr, lost))}" if lost else "with other characters"
         self._report(
             Note(
-                f"the tokenizer alters texts, first seen in {document.source}; {what}; for a "
+                f"the tokenizer alters texts, first seen in {document.source}; {loss}; for a "
                 "corpus that keeps them, train one here or use tokenizer.kind=bytes"
             )
         )

@@ -101,7 +101,7 @@ def _sorted(runs: Sequence[Run], first: int, end: int) -> Iterator[EncodedDocume
     slices = [run.between(first, end) for run in runs]
     run_of = np.repeat(np.arange(len(slices)), [len(keys) for keys, _ in slices])
     index_in = np.concatenate([np.arange(len(keys)) for keys, _ in slices])
-    # Stable: of equal keys, that of the earlier run first.
+    # Stable: of equal keys, the earlier run comes first.
     order = np.argsort(np.concatenate([keys for keys, _ in slices]), kind="stable")
     for run, index in zip(run_of[order].tolist(), index_in[order].tolist(), strict=True):
         yield slices[run][1][index]

@@ -30,7 +30,7 @@ ARRAY_SUFFIXES: dict[str | None, tuple[str, ...]] = {
     "array": (".bin", ".npy", ".npz"),
     "megatron": (".bin",),
 }
-PARTS_SUFFIX = ".parts"  # of the directory next to the output in which parts are built
+PARTS_SUFFIX = ".parts"  # of the directory next to the output where parts are built
 # Files of each name ending whose contents are looked at before the build; all are checked when they
 # are read. Looking into millions of files would take longer than it saves.
 LOOKED_INTO = 16
@@ -60,7 +60,7 @@ def list_sources(
     """Return every input file under `roots`, by root and then by name; DataError if none.
 
     Also DataError for a file that no reader understands. `report` gets a note about files that are
-    left out, as splits for validation and tests are unless they are asked for.
+    skipped, as splits for validation and tests are unless they are asked for.
     """
     inputs = [_sources_under(root, len(roots) > 1, config, report, is_validation) for root in roots]
     check_apart(inputs, "would be read twice")
@@ -113,8 +113,8 @@ def _sources_under(
         return _with_kinds(root.parent, [root.name], "", config)
     _check_folder(root, config)
     prefix = f"{root.resolve().name}/" if is_one_of_many else ""
-    found = _files(root, _own_folders(config))
-    names = sorted(path.relative_to(root).as_posix() for path in found)
+    files = _files(root, _own_folders(config))
+    names = sorted(path.relative_to(root).as_posix() for path in files)
     stated = stated_kind(config)
 
     def tell(reason: str, about: list[str]) -> None:

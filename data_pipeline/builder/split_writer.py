@@ -91,7 +91,7 @@ def check_sources(config: CorpusConfig, sources: Sources) -> None:
 
 
 def _above(fraction: float) -> float:
-    """A number of three decimals, or as many as it takes, just above a fraction below 1."""
+    """A number just above a fraction below 1, of three decimals or of more if needed."""
     digits = max(3, 1 - math.floor(math.log10(fraction))) if fraction else 3
     rounded = (math.floor(fraction * 10**digits) + 1) / 10**digits
     return rounded if rounded < 1 else (1 + fraction) / 2
@@ -226,7 +226,7 @@ class SplitWriter:
             return
         path = self._directory / self._files.name(len(self.shards))
         entry = self._files.write(path, self._pending, self._journal.directory / "scratch")
-        lengths = [len(each.tokens) for each in self._pending]
+        lengths = [len(document.tokens) for document in self._pending]
         sha256 = sha256_of(path)
         info = ShardInfo(
             path=path.name,
@@ -235,8 +235,8 @@ class SplitWriter:
             longest_document=max(lengths),
             size=path.stat().st_size,
             sha256=sha256,
-            text_bytes=sum(each.text_bytes for each in self._pending),
-            characters=sum(each.characters for each in self._pending),
+            text_bytes=sum(document.text_bytes for document in self._pending),
+            characters=sum(document.characters for document in self._pending),
             lengths=write_lengths(path, sha256, lengths),
         )
         shard = FinishedShard(self.split, info, entry, tuple(self._rejects))

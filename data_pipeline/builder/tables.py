@@ -1,4 +1,4 @@
-"""Tables: Parquet, and Arrow files such as those of `datasets`; text or tokens by row.
+"""Tables: Parquet, and Arrow files as `datasets` writes them; text or tokens by row.
 
 The only module that imports pyarrow, which nothing else needs.
 """
@@ -133,28 +133,18 @@ def _records_of(
     """Yield a document for each row of the batch, whose first has the number `row`."""
     has_ids = config.id_field in batch.schema.names
     ids = _values(batch.column(config.id_field)) if has_ids else [None] * batch.num_rows
-    name = config.text_field
-    column = batch.column(name)
-    if _is_list(column.type):
-        column = _valid(column)
-        for number, value in enumerate(ids, row + 1):
-            location = f"{source.name}:{number}"
-            tokens = _tokens(column, number - row - 1, source, config)
-            yield (
-                Reject(location, f"field {name!r} is null")
-                if tokens is None
-                else document_of_tokens(tokens, document_id(value, location), location, config)
-            )
-        return
-    texts = _texts(column, source, config)
-    for number, (text, value) in enumerate(zip(texts, ids, strict=True), row + 1):
+    column = batch.column(config.text_field)
+    is_text = not _is_list(column.type)
+    values: Any = (_texts if is_text else _tokens)(column, source, config)
+    convert: Callable[..., Document | Reject] = document_of_bytes if is_text else document_of_tokens
+    for number, (value, own_id) in enumerate(zip(values, ids, strict=True), row + 1):
         location = f"{source.name}:{number}"
-        if text is None:
-            yield Reject(location, f"field {name!r} is null")
-        elif not text.strip():
+        if value is None:
+            yield Reject(location, f"field {config.text_field!r} is null")
+        elif is_text and not value.strip():
             yield Reject(location, EMPTY_ROW)
         else:
-            yield document_of_bytes(text, document_id(value, location), location, config)
+            yield convert(value, document_id(own_id, location), location, config)
 
 
 def _is_list(kind: Any) -> bool:
@@ -164,10 +154,8 @@ def _is_list(kind: Any) -> bool:
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
-def _tokens(
-    column: Any, number: int, source: SourceFile, config: CorpusConfig
-) -> np.ndarray | None:
-    """Return the ids in a row of a column of lists; None if there is no list."""
+def _tokens(column: Any, source: SourceFile, config: CorpusConfig) -> Iterator[np.ndarray | None]:
+    """Yield the ids in each row of a column of lists; None if there is no list."""
     import pyarrow
 
     if not pyarrow.types.is_integer(column.type.value_type):
@@ -175,8 +163,9 @@ def _tokens(
             f"column {config.text_field!r} of {source.path} holds {column.type}, expected text or "
             "lists of integers; set text_field"
         )
-    values = column[number].values
-    return None if values is None or values.null_count else values.to_numpy(zero_copy_only=False)
+    for row in _valid(column):
+        ids = row.values
+        yield None if ids is None or ids.null_count else ids.to_numpy(zero_copy_only=False)
 
 
 def _rows_at_once(metadata: Any) -> int:

@@ -11,16 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.builder.compression import (
-    InvalidRecords,
-    UnreadableRecords,
-)
+from data_pipeline.builder.compression import InvalidRecords, UnreadableRecords
 from data_pipeline.builder.formats import INDEX_SUFFIX
-from data_pipeline.builder.records import (
-    Records,
-    Tell,
-    document_of_tokens,
-)
+from data_pipeline.builder.records import Records, Tell, document_of_tokens
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
 from foundation.errors import ConfigError, DataError
@@ -31,7 +24,7 @@ HEAD = struct.Struct("<9sQBQQ")
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 INTEGERS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron's codes
 ARRAY_SUFFIX, NUMPY_MAGIC = ".npy", b"\x93NUMPY"
-# First bytes of what holds no plain numbers, besides those of other formats.
+# First bytes of what holds no plain numbers; formats.py has the other ones.
 NO_ARRAY = {
     (20240520).to_bytes(4, "little"): "it has a header of llm.c, 1,024 bytes: remove it",
     (20240801).to_bytes(4, "little"): "it has a header of llm.c, 1,024 bytes: remove it",
@@ -118,9 +111,9 @@ def _between(tokens: np.ndarray, separator: int) -> Iterator[tuple[int, int]]:
     start = 0
     if separator >= 0:
         for block in range(0, len(tokens), BLOCK):
-            for found in np.flatnonzero(tokens[block : block + BLOCK] == separator).tolist():
-                yield start, block + found
-                start = block + found + 1
+            for index in np.flatnonzero(tokens[block : block + BLOCK] == separator).tolist():
+                yield start, block + index
+                start = block + index + 1
     if start < len(tokens):
         yield start, len(tokens)
 
@@ -129,9 +122,9 @@ def _mapped(path: Path, dtype: np.dtype | None, config: CorpusConfig) -> np.ndar
     """Return the numbers of a file, in its order: by its own header, or of `dtype`."""
     with named_errors(path), open_regular(path) as file:
         head = file.read(8)
-        for magic, what in NO_ARRAY.items():
+        for magic, reason in NO_ARRAY.items():
             if head.startswith(magic):
-                raise UnreadableRecords(f"{what}; expected plain numbers")
+                raise UnreadableRecords(f"{reason}; expected plain numbers")
         if head.startswith(NUMPY_MAGIC):
             tokens = _mapped_numpy(path)
         elif path.suffix.lower() == ARRAY_SUFFIX and dtype is None:

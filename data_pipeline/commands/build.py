@@ -27,7 +27,7 @@ from foundation.yaml_files import merge, parse_override, read_tree
 
 # Settings without a default, with their flags.
 FLAGS = {"input": "--input PATH", "output": "--output DIR"}
-LISTS = ("input", "validation_input", "suffixes")  # of which one may stand without brackets
+LISTS = ("input", "validation_input", "suffixes")  # a single one may stand without brackets
 TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build says so
 
 

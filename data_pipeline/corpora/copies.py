@@ -11,10 +11,10 @@ from data_pipeline.corpora.corpus import Corpus
 def copied_documents(corpus: Path) -> int:
     """Return how many documents of the training split are copies of validation documents.
 
-    Exact copies only, by a hash of their tokens; those of the smaller split are held in memory.
+    Exact copies only, by a hash of their tokens; memory holds the hashes of the smaller split.
     """
     held_out = set(_hashes(corpus / "validation"))
-    return sum(found in held_out for found in _hashes(corpus / "train"))
+    return sum(digest in held_out for digest in _hashes(corpus / "train"))
 
 
 def _hashes(split: Path) -> Iterator[int]:

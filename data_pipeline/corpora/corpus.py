@@ -48,7 +48,7 @@ class LocalShards:
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
         path = path_below(self._directory, info.path)
         with open_shard(path) as file:
-            # Its owner may put back the time of a change, but not that of the inode's.
+            # Its owner may reset the time of a change, but not the inode's.
             state = (*file_state(file), os.fstat(file.fileno()).st_ctime_ns)
             is_new = self._verified.get(info.path) != state
             check_opened(path, file, info, with_hash=self._check_hashes and is_new)
@@ -56,7 +56,7 @@ class LocalShards:
             return ShardReader(path, dtype, file)
 
     def lengths(self, info: ShardInfo) -> np.ndarray:
-        """Return those of the file beside the shard."""
+        """Return the lengths in the file next to the shard."""
         return lengths_beside(self._directory, info)
 
     def prefetch_lengths(self, shards: Sequence[ShardInfo]) -> None:
@@ -173,11 +173,11 @@ class Corpus:
     def _open_shard(self, index: int) -> ShardReader:
         info = self.manifest.shards[index]
         reader = self._source.open(info, self.manifest.dtype)
-        found = (len(reader), int(reader.lengths.sum()))
-        if found != (info.documents, info.tokens):
+        counts = (len(reader), int(reader.lengths.sum()))
+        if counts != (info.documents, info.tokens):
             raise DataError(
-                f"shard {path_text(reader.path)} holds {found[0]} documents and {found[1]} tokens, "
-                f"the manifest expects {info.documents} and {info.tokens}; "
+                f"shard {path_text(reader.path)} holds {counts[0]} documents and "
+                f"{counts[1]} tokens, the manifest expects {info.documents} and {info.tokens}; "
                 "restore it or build the corpus again"
             )
         check_lengths_of(info, reader.lengths, path_text(reader.path))

@@ -22,10 +22,7 @@ from data_pipeline.corpora.manifest import (
     mismatch,
     read_manifest,
 )
-from data_pipeline.corpora.stores import (
-    Store,
-    with_timeout,
-)
+from data_pipeline.corpora.stores import Store, with_timeout
 from data_pipeline.corpora.web_requests import RetryPolicy, StoreError
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, TRAITS, Tokenizer, fingerprint_of
 from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES
@@ -114,18 +111,18 @@ def fetch_shard(store: Store, info: ShardInfo, path: Path, scratch: Path) -> Non
 def fetch_manifest(store: Store, directory: Path) -> Manifest:
     """Download the manifest of the split at the store into `directory`, and return it."""
     make_directory(directory)
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
 
     def check(arrived: Path) -> str | None:
         try:
-            found[:] = [read_manifest(arrived.parent)]
+            manifests[:] = [read_manifest(arrived.parent)]
         except DataError as error:
             return f"what arrived is not a manifest ({error})"
         return None
 
     path = directory / MANIFEST_NAME
     fetch_file(store, MANIFEST_NAME, path, directory, check, LARGEST_MANIFEST_BYTES)
-    return found[0]
+    return manifests[0]
 
 
 def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
@@ -157,14 +154,14 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
 def _description_problem(path: Path, fingerprint: str) -> str | None:
     try:
         tree = read_json(path)
-        found, kind = (tree[name] for name in ("fingerprint", "kind"))
+        stated, kind = (tree[name] for name in ("fingerprint", "kind"))
     except (ValueError, KeyError, TypeError):
         return "what arrived does not describe a tokenizer"
     if kind not in get_args(TokenizerKind):
         return f"the tokenizer there is of the kind {kind!r}, which this version does not know"
-    if found != fingerprint:
+    if stated != fingerprint:
         return (
-            f"the tokenizer there has fingerprint {str(found)[:16]}, "
+            f"the tokenizer there has fingerprint {str(stated)[:16]}, "
             f"the corpus was built with {fingerprint[:16]}"
         )
     return None

@@ -32,7 +32,7 @@ LENGTH_TYPE = np.dtype("<u4")
 
 
 class InvalidLengths(Exception):
-    """A file of lengths is not that of its shard; the message says how."""
+    """A file of lengths does not fit its shard; the message says how."""
 
 
 def lengths_content(shard_sha256: str, lengths_D: Sequence[int] | np.ndarray) -> bytes:
@@ -63,9 +63,9 @@ def lengths_in(content: bytes, info: ShardInfo) -> np.ndarray:
     """Return the tokens of each document, int64 [D]; InvalidLengths unless they are the shard's."""
     if len(content) != lengths_bytes(info):
         raise InvalidLengths(f"it has {len(content)} bytes, expected {lengths_bytes(info)}")
-    if (found := hashlib.sha256(content).hexdigest()) != info.lengths:
+    if (digest := hashlib.sha256(content).hexdigest()) != info.lengths:
         raise InvalidLengths(
-            f"its SHA-256 is {found[:16]}, the manifest expects {info.lengths[:16]}"
+            f"its SHA-256 is {digest[:16]}, the manifest expects {info.lengths[:16]}"
         )
     head, values = content[:HEADER_BYTES], content[HEADER_BYTES:]
     expected = MAGIC + bytes.fromhex(info.sha256) + hashlib.sha256(values).digest()
@@ -102,8 +102,8 @@ def lengths_beside(directory: Path, info: ShardInfo) -> np.ndarray:
 def check_lengths_of(info: ShardInfo, lengths_D: np.ndarray, shard: str) -> None:
     """Raise DataError unless the documents of an opened shard have the lengths that are listed."""
     content = lengths_content(info.sha256, lengths_D)
-    if (found := hashlib.sha256(content).hexdigest()) != info.lengths:
+    if (digest := hashlib.sha256(content).hexdigest()) != info.lengths:
         raise DataError(
-            f"the lengths of the documents of shard {shard} hash to {found[:16]}, the manifest "
+            f"the lengths of the documents of shard {shard} hash to {digest[:16]}, the manifest "
             f"expects {info.lengths[:16]}; build the corpus again"
         )

@@ -48,7 +48,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One shard. `size` is that of the file; `text_bytes` and `characters` those of its text.
+    """One shard. `size` is the file's; `text_bytes` and `characters` are its text's.
 
     `lengths` is the SHA-256 of the file of its documents' lengths (lengths.py).
     """
@@ -121,7 +121,7 @@ class Manifest:
 
     @property
     def file_names(self) -> Iterator[str]:
-        """The names of all files that it lists: shards, and those of lengths."""
+        """The names of all files that it lists: shards and their lengths."""
         for shard in self.shards:
             yield from (shard.path, lengths_name(shard.path))
 
@@ -145,7 +145,7 @@ class Manifest:
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a split; DataError if it is absent, corrupted, or edited by hand.
 
-    A process parses a file once, unless it changes: that of 100,000 shards takes seconds.
+    A process parses a file once, unless it changes: one of 100,000 shards takes seconds.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -225,7 +225,7 @@ def _missing_manifest(directory: Path) -> str:
 
 
 def _splits_in(corpus: Path) -> list[str]:
-    return sorted(found.parent.name for found in corpus.glob(f"*/{MANIFEST_NAME}"))
+    return sorted(manifest.parent.name for manifest in corpus.glob(f"*/{MANIFEST_NAME}"))
 
 
 def _location(corpus: Path) -> str:
@@ -239,15 +239,15 @@ def _location(corpus: Path) -> str:
 def splits_of(path: Path) -> list[Path]:
     """Return `path` if it is a split, else the splits in it.
 
-    DataError if there is none, or if one has lost its manifest: that is not an absent split.
+    DataError if there are no splits, or if one has lost its manifest: it is not absent.
     """
     if (path / MANIFEST_NAME).exists():
         return [path]
-    found = [path / split for split in SPLITS if (path / split).is_dir()]
-    for directory in found or [path]:
+    splits = [path / split for split in SPLITS if (path / split).is_dir()]
+    for directory in splits or [path]:
         if not (directory / MANIFEST_NAME).exists():
             read_manifest(directory)  # raises with the reason
-    return found
+    return splits
 
 
 def check_shard(path: Path, info: ShardInfo, with_hash: bool = True) -> None:
@@ -292,6 +292,6 @@ def mismatch_of(file: BinaryIO, info: ShardInfo, with_hash: bool = True) -> str 
     """Return how an opened file differs from the manifest's entry, or None if it does not."""
     if (size := os.fstat(file.fileno()).st_size) != info.size:
         return f"it has {size} bytes, the manifest expects {info.size}"
-    if with_hash and (found := sha256_of_file(file)) != info.sha256:
-        return f"its SHA-256 is {found[:16]}, the manifest expects {info.sha256[:16]}"
+    if with_hash and (digest := sha256_of_file(file)) != info.sha256:
+        return f"its SHA-256 is {digest[:16]}, the manifest expects {info.sha256[:16]}"
     return None

@@ -21,11 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.config import CacheConfig
-from data_pipeline.corpora.fetch import (
-    NotFetchedError,
-    fetch_manifest,
-    fetch_tokenizer,
-)
+from data_pipeline.corpora.fetch import NotFetchedError, fetch_manifest, fetch_tokenizer
 from data_pipeline.corpora.manifest import (
     MANIFEST_NAME,
     REMOTE_NAME,
@@ -64,7 +60,8 @@ def local_corpus_directory(
     store = store_at(url, retry_policy)
     root = private_directory(config.path.absolute())
     private_directory(root / CORPORA)
-    directory = private_directory(_home_of(root, store.url))
+    identity = hashlib.sha256(store.url.encode()).hexdigest()[:16]
+    directory = private_directory(root / CORPORA / identity)
     asked = time.time_ns()
     # All ranks of the node call this at the same time; one of them fetches.
     with exclusive_lock(directory / ".lock", OPEN_SECONDS):
@@ -105,7 +102,7 @@ def _compare(url: str, directory: Path, policy: RetryPolicy, before: _Copied) ->
         except NotFetchedError as error:
             if not error.is_absent or split == SPLITS[0]:
                 raise
-            # The corpus has no such split; a copy of what it had before is none.
+            # The corpus has no such split; a copy of an earlier one goes.
             (directory / split / MANIFEST_NAME).unlink(missing_ok=True)
             continue
         if split == SPLITS[0]:
@@ -120,10 +117,6 @@ def _unchanged(split: Path, version: str, before: str | None) -> Manifest | None
         with contextlib.suppress(DataError):
             return read_manifest(split)
     return None
-
-
-def _home_of(cache: Path, url: str) -> Path:
-    return cache / CORPORA / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def cached_shards(split: Path, config: CacheConfig) -> CachedShards | None:

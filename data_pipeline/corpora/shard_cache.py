@@ -189,7 +189,7 @@ class ShardCache:
             return is_free
 
     def _reserved(self) -> int:
-        """Return the bytes of active downloads, and remove those of killed processes."""
+        """Return the bytes of active downloads, and remove what killed processes left."""
         total = 0
         for directory in self._incoming.iterdir():
             if not (match := RESERVATION_NAME.fullmatch(directory.name)):

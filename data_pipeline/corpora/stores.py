@@ -132,7 +132,7 @@ Store = WebStore | CloudStore
 
 @contextlib.contextmanager
 def sdk_errors() -> Iterator[None]:
-    """Raise the block's errors as StoreError, but for that of a full disk."""
+    """Raise the block's errors as StoreError, but not a full disk's."""
     try:
         yield
     except StoreError:
@@ -173,8 +173,8 @@ def listed_objects(url: str, names: bool = True) -> tuple[Any, list[str]]:
             raise DataError(
                 f"{url} cannot be listed ({_sdk_error(error)}); check your permissions"
             ) from error
-    found = (key.removeprefix(prefix).lstrip("/") for key in keys if not key.endswith("/"))
-    return uploader, sorted(found)
+    names_below = (key.removeprefix(prefix).lstrip("/") for key in keys if not key.endswith("/"))
+    return uploader, sorted(names_below)
 
 
 def _unknown_scheme(url: str, schemes: tuple[str, ...]) -> str:
@@ -207,9 +207,9 @@ def _sdk_error(error: Exception) -> StoreError:
     """Return the StoreError for an SDK's error: on one line, and whether it is final."""
     kind = type(error).__name__
     answer = getattr(error, "response", None)
-    if isinstance(answer, dict) and (found := answer.get("Error")):
-        code = str(found.get("Code"))
-        reason = f"the store answered {code}: {found.get('Message')}"
+    if isinstance(answer, dict) and (problem := answer.get("Error")):
+        code = str(problem.get("Code"))
+        reason = f"the store answered {code}: {problem.get('Message')}"
         return StoreError(reason, code in FINAL_REASONS, code in ABSENT_REASONS)
     # Some of streaming's downloaders raise a FileNotFoundError of their own, without a number.
     is_absent = kind in ABSENT_REASONS or (kind == "FileNotFoundError" and len(error.args) == 1)

@@ -32,7 +32,7 @@ class StoreError(Exception):
     """A file could not be transferred.
 
     `is_final` if another attempt would not help, `is_absent` if the store says that it has no such
-    file, which is another answer than that nobody may know.
+    file; a denied request says nothing about the file.
     """
 
     def __init__(self, reason: str, is_final: bool = False, is_absent: bool = False) -> None:
@@ -66,7 +66,7 @@ class RetryPolicy:
 def open_url(
     url: str, retry_policy: RetryPolicy, method: str = "GET", size: int = 0
 ) -> Iterator[HTTPResponse]:
-    """Yield the answer to a request, of which at most `size` bytes are read.
+    """Yield the answer to a request; the caller reads at most `size` bytes.
 
     The connection is closed after the block, or when the time for the head, and from then on for
     the content, is over: StoreError. Else what urllib raises; DataError for a variable not set.
@@ -111,7 +111,7 @@ class _Deadline:
         self.restart(seconds)
 
     def restart(self, seconds: float) -> None:
-        """Let it be over so many seconds from now."""
+        """Move the deadline to `seconds` from now."""
         if timer := getattr(self, "_timer", None):
             timer.cancel()
         self._timer = threading.Timer(seconds, self._end)
@@ -149,7 +149,7 @@ class _Deadline:
 
 
 def stated_length(answer: HTTPResponse) -> int | None:
-    """Return the Content-Length of an answer; None if there is none that is a number."""
+    """Return the Content-Length of an answer; None unless it is a number."""
     stated = answer.headers.get("Content-Length", "")
     return int(stated) if _LENGTH.fullmatch(stated) else None
 

@@ -133,6 +133,6 @@ class WritableStore:
 
 
 def size_problem(path: Path, most: int) -> str | None:
-    """Return why a file of which only the largest size is known is refused; None if it is not."""
+    """Return why a file of at most `most` bytes is refused; None if it is not."""
     size = path.stat().st_size
     return f"it has {size:,} bytes, expected at most {most:,}" if size > most else None

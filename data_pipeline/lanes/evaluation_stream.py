@@ -18,7 +18,7 @@ SLACK = 1.1  # how much longer an evaluation may take with half as many lanes
 
 
 def useful_lanes(corpus: Corpus, num_lanes: int, segment_length: int, max_tokens: int = 0) -> int:
-    """Return how many lanes shorten the evaluation: at most `num_lanes`, and as many on any ranks.
+    """Return how many lanes shorten the evaluation: at most `num_lanes`, equal on any ranks.
 
     Lanes consist of whole documents, except of a stream. If a few long documents hold most of the
     tokens, more lanes would only be empty sooner.

@@ -1,4 +1,4 @@
-"""Which documents each lane reads, in which order: arithmetic on token counts; reads no tokens.
+"""The documents that each lane reads, in order: arithmetic on token counts; reads no tokens.
 
 A unit is a shard. Each epoch permutes the units, and the documents inside each unit. The result is
 one virtual stream of T tokens. Lane i of N owns the documents whose first token is in
@@ -130,7 +130,7 @@ class LanePlan:
         """Return the offset at which the lane's share starts; lane N starts at the stream's end.
 
         The even cut is moved to where a lane may start. Both neighbors of a cut compute it in the
-        same way, so no document is read twice or left out.
+        same way, so no document is read twice or skipped.
         """
         return self.next_start(epoch, self._even_cut(epoch, lane))
 
@@ -162,7 +162,7 @@ class LanePlan:
     def border_units(self, lane: int, epoch: int) -> list[int]:
         """Return the units at the start and the end of the lane's share: their lengths decide it.
 
-        Needs no document lengths, so that those of many lanes can be prefetched.
+        Needs no document lengths, so that the lengths of many lanes can be prefetched.
         """
         return [self.unit_at(epoch, self._even_cut(epoch, each)) for each in (lane, lane + 1)]
 

@@ -205,7 +205,7 @@ class _BlockReader:
 
 
 def check_tokens(tokens: np.ndarray, manifest: Manifest) -> None:
-    """Raise DataError if a token is none of the tokenizer's: no row of the embedding is for it."""
+    """Raise DataError if a token is not the tokenizer's: no row of the embedding is for it."""
     if (largest := int(tokens.max(initial=0))) >= manifest.vocab_size:
         raise DataError(
             f"the corpus has the token {largest}, expected tokens below {manifest.vocab_size}; "
@@ -259,9 +259,9 @@ def _check_tokens(cursor: LaneCursor, plan: LanePlan, corpus: Corpus | Mixture) 
     ):
         count = min(cursor.segment_length, position)
         taken = plan.walk(lane, epoch, position - count).take(count) if count else []
-        if (found := check_value(read_spans(corpus, taken))) != check:
+        if (value := check_value(read_spans(corpus, taken))) != check:
             raise DataError(
                 f"lane {lane} at epoch {epoch}, position {position}: the corpus gives the check "
-                f"value {found:016x}, the state to resume from has {check:016x}; "
+                f"value {value:016x}, the state to resume from has {check:016x}; "
                 "restore the corpus that the run was started with"
             )

@@ -1,6 +1,6 @@
 """Several corpora read as one: their shards are the units of one lane plan, repeated as configured.
 
-P corpora (parts), U units: the shards of the first part, then those of the second, and so on.
+P corpora (parts), U units: the shards of the first part, then of the second, and so on.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def open_mixture(
     hashes: Sequence[str] = (),
     setting: str = "data.mixture",
 ) -> Mixture:
-    """Open the corpora of `parts`. Weights become repeats, the smallest of which is one.
+    """Open the corpora of `parts`. Weights become repeats; the smallest is one.
 
     DataError unless each has one of the hashes, if there are any. Errors name the `setting`.
     """

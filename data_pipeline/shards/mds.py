@@ -78,7 +78,7 @@ def write_shard(
 
 
 def write_index(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write the index by which stock readers find the shards."""
+    """Write the index that stock readers find the shards by."""
     write_json(directory / INDEX_NAME, {"version": 2, "shards": list(entries)})
 
 

@@ -41,7 +41,7 @@ def write_shard(
 
 
 def write_index(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write the index by which stock readers find the shards, in formats that have one."""
+    """Write the index that stock readers find the shards by, in formats that have one."""
     if all(entries):
         mds.write_index(directory, entries)
 

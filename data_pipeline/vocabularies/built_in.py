@@ -29,8 +29,8 @@ class ByteValues:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def token_bytes(self, token: int) -> bytes:
-        return bytes([token])
+    def token_texts(self) -> list[bytes]:
+        return [*(bytes([value]) for value in range(NUM_BYTES)), b""]
 
 
 class Characters:
@@ -65,8 +65,8 @@ class Characters:
     def decode(self, ids: Sequence[int]) -> str:
         return self._values[list(ids)].tobytes().decode(errors="replace")
 
-    def token_bytes(self, token: int) -> bytes:
-        return self._values[token].tobytes()
+    def token_texts(self) -> list[bytes]:
+        return [value.tobytes() for value in self._values]
 
 
 def most_frequent_bytes(texts: Iterable[str]) -> bytes:
@@ -107,5 +107,5 @@ class UnknownTokens:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(f"{token} " for token in ids)
 
-    def token_bytes(self, token: int) -> bytes:
-        return b""
+    def token_texts(self) -> list[bytes]:
+        return [b""] * self.vocab_size

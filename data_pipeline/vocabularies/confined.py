@@ -1,4 +1,4 @@
-"""Libraries of tokenizers in a child process: their files may be anybody's.
+"""Libraries of tokenizers in a child process: others may have written their files.
 
 A small file can let its library ask for all memory, take hours for a word, or abort. The child has
 limits, and what ends it is the error of one text; the next gets another child. Nothing is pickled:
@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -73,12 +73,8 @@ class ConfinedVocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         return self._ask("decode", [np.array(ids, np.uint32).tobytes()])[0].decode()
 
-    def token_bytes(self, token: int) -> bytes:
-        return self._table[token]
-
-    @cached_property
-    def _table(self) -> list[bytes]:
-        return self._ask("table")
+    def token_texts(self) -> list[bytes]:
+        return self._ask("texts")
 
     def _ask(self, name: str, parts: Iterable[bytes] = (), **details: int) -> list[bytes]:
         with self._lock:
@@ -169,9 +165,9 @@ def main() -> None:
         vocabulary: list[Vocabulary] = []
 
         def load() -> tuple[dict[str, Any], list[bytes]]:
-            found = KINDS[head["kind"]](model, **head["options"])
-            vocabulary.append(found)
-            return {"sizes": [found.vocab_size, found.end_id]}, []
+            loaded = KINDS[head["kind"]](model, **head["options"])
+            vocabulary.append(loaded)
+            return {"sizes": [loaded.vocab_size, loaded.end_id]}, []
 
         _answer(pipe, load)
         while vocabulary:
@@ -205,11 +201,11 @@ def _done(vocabulary: Vocabulary, request: dict[str, Any], parts: list[bytes]) -
     with encoding_errors():
         if request["do"] == "encode":
             ids = vocabulary.encode_many([part.decode() for part in parts], request["threads"])
-            answer = [each.astype(np.uint32).tobytes() for each in ids]
+            answer = [text_ids.astype(np.uint32).tobytes() for text_ids in ids]
         elif request["do"] == "decode":
             answer = [vocabulary.decode(np.frombuffer(parts[0], np.uint32).tolist()).encode()]
         else:
-            return list(map(vocabulary.token_bytes, range(vocabulary.vocab_size)))
+            return vocabulary.token_texts()
     size, before = sum(map(len, answer)), sum(map(len, parts))
     if size > max(SMALL, MOST_GROWTH * before):
         raise UnencodableText(f"the tokenizer makes {size:,} bytes of {before:,}")

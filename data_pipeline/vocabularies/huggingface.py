@@ -8,7 +8,6 @@ file would put before and after a text is for inference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,20 +50,6 @@ class HuggingFaceTokenizer:
         self.library.encode_special_tokens = True
         self.end_id = ids[end_token]
 
-    # What only sizes of texts need.
-    @cached_property
-    def _names(self) -> dict[int, str]:
-        ids = self.library.get_vocab(with_added_tokens=True)
-        return {number: name for name, number in ids.items()}
-
-    @cached_property
-    def _byte_values(self) -> dict[str, int]:
-        return _byte_values() if self._spells_bytes else {}
-
-    @cached_property
-    def _added(self) -> set[int]:
-        return set(self.library.get_added_tokens_decoder())
-
     def encode_many(self, texts: Sequence[str], num_threads: int) -> list[np.ndarray]:
         """Return one array of ids per text; releases the GIL.
 
@@ -73,27 +58,33 @@ class HuggingFaceTokenizer:
         """
         with encoding_errors():
             encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, np.uint32) for each in encoded]
+        return [np.array(encoding.ids, np.uint32) for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         with encoding_errors():
             return self.library.decode(list(ids), skip_special_tokens=False)
 
-    def token_bytes(self, token: int) -> bytes:
-        """Return its bytes where tokens are bytes; elsewhere as near as the name of one shows."""
-        name = self._names.get(token, "")
-        if self._byte_values and token not in self._added:
-            return bytes(self._byte_values[each] for each in name if each in self._byte_values)
-        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-            return b"\0"  # one byte, whichever
-        return name.removeprefix("##").replace("\u2581", " ").encode()
+    def token_texts(self) -> list[bytes]:
+        """Return bytes where tokens are bytes; elsewhere as near as the names of tokens show."""
+        ids = self.library.get_vocab(with_added_tokens=True)
+        added = set(self.library.get_added_tokens_decoder())
+        values = _byte_values() if self._spells_bytes else {}
+        texts = [b""] * self.vocab_size
+        for name, token in ids.items():
+            if values and token not in added:
+                texts[token] = bytes(values[letter] for letter in name if letter in values)
+            elif len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+                texts[token] = b"\0"  # one byte, whichever
+            else:
+                texts[token] = name.removeprefix("##").replace("\u2581", " ").encode()
+        return texts
 
 
 def end_token_of(*descriptions: Any) -> str:
     """Return the name of the end in the files beside a tokenizer.json, "" if none says it."""
     for tree in descriptions:
-        found = tree.get("eos_token") if isinstance(tree, dict) else None
-        name = found.get("content") if isinstance(found, dict) else found
+        entry = tree.get("eos_token") if isinstance(tree, dict) else None
+        name = entry.get("content") if isinstance(entry, dict) else entry
         if isinstance(name, str) and name:
             return name
     return ""

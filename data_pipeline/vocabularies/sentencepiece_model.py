@@ -59,7 +59,10 @@ class SentencePieceModel:
     def decode(self, ids: Sequence[int]) -> str:
         return self.processor.decode(list(ids))
 
-    def token_bytes(self, token: int) -> bytes:
+    def token_texts(self) -> list[bytes]:
+        return list(map(self._text_of, range(self.vocab_size)))
+
+    def _text_of(self, token: int) -> bytes:
         if self.processor.is_control(token):
             return b""
         name = self.processor.id_to_piece(token)

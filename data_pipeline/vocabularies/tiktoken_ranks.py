@@ -84,8 +84,9 @@ class TiktokenRanks:
         known = [token for token in ids if token in self._ids]
         return self.library.decode_bytes(known).decode(errors="replace")
 
-    def token_bytes(self, token: int) -> bytes:
-        return self.library.decode_single_token_bytes(token) if token in self._ids else b""
+    def token_texts(self) -> list[bytes]:
+        text_of = self.library.decode_single_token_bytes
+        return [text_of(token) if token in self._ids else b"" for token in range(self.vocab_size)]
 
 
 def read_ranks(model: bytes) -> dict[bytes, int]:

@@ -1,7 +1,7 @@
 """The interface of all kinds of tokenizers, and how what is wrong with one is reported.
 
 A vocabulary comes from a model, which is a file's bytes, and from options, which the file does not
-say: both may be anybody's. They are data. None of these modules executes what they contain.
+say: others may have written both. They are data. None of these modules executes what they contain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from data_pipeline.config import LARGEST_VOCABULARY
 from foundation.errors import ConfigError, DataError
 
-LARGEST_MODEL_BYTES = 1 << 28  # of a tokenizer's file; that of 800,000 words has 10 MB
+LARGEST_MODEL_BYTES = 1 << 28  # of a tokenizer's file; 800,000 words have 10 MB
 MOST_UNUSED_IDS = 1 << 16  # more than any published vocabulary leaves for later
 # What others call the token that ends a text, the most specific first.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
@@ -47,8 +47,8 @@ class Vocabulary(Protocol):
         """Return the text of ids of the vocabulary."""
         ...
 
-    def token_bytes(self, token: int) -> bytes:
-        """Return the text that a token adds to that of a document, b"" if none."""
+    def token_texts(self) -> list[bytes]:
+        """Return the text that each id adds to a document, b"" if none."""
         ...
 
 
@@ -119,7 +119,7 @@ def usual_end(names: Collection[str]) -> str:
 
 def no_end(end_token: str) -> InvalidVocabulary:
     """Return the error for a vocabulary without the token that ends documents."""
-    found = f"has no token {end_token!r}" if end_token else "does not say which token ends a text"
+    problem = f"has no token {end_token!r}" if end_token else "does not say which token ends a text"
     return InvalidVocabulary(
-        f"a tokenizer that {found}, which must end every document; set tokenizer.end_token"
+        f"a tokenizer that {problem}, which must end every document; set tokenizer.end_token"
     )

@@ -67,9 +67,11 @@ class Words:
                 lines[-1].append(self._names[token])
         return "\n".join(map(" ".join, lines))
 
-    def token_bytes(self, token: int) -> bytes:
-        """Return the word and the space or line end after it."""
-        return b"" if token == self.end_id else f"{self._names[token]} ".encode()
+    def token_texts(self) -> list[bytes]:
+        """Return each word with the space or line end after it."""
+        texts = [f"{name} ".encode() for name in self._names]
+        texts[self.end_id] = b""
+        return texts
 
 
 def normalized_words(text: str) -> str:
@@ -90,7 +92,7 @@ def words_of_file(content: bytes, end_token: str) -> bytes:
 def most_frequent_words(texts: Iterable[str], most: int, end_token: str) -> bytes:
     """Return the model of the `most` most frequent words, of equal counts the first seen first.
 
-    `<unk>` is one of them if others are left out.
+    `<unk>` is one of them if there are more words.
     """
     counts: Counter[str] = Counter()
     for text in texts:

@@ -12,13 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main as data_pipeline
-from foundation.errors import (
-    ConfigError,
-    DataError,
-    UnreadableError,
-    exit_status_of,
-    is_of_site,
-)
+from foundation.errors import ConfigError, DataError, UnreadableError, exit_status_of, is_of_site
 from foundation.files import write_text
 from foundation.retry import Outage, Patience, StorageError, outlast
 from launcher.cli import main as launcher
