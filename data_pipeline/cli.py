@@ -30,5 +30,10 @@ COMMANDS = {
         "list what each lane reads at each step, without reading tokens",
     ),
 }
-PROGRAM = Program("data-pipeline", "Turn text into shards of tokens, and check them.", COMMANDS)
+PROGRAM = Program(
+    "data-pipeline",
+    "Turn text into shards of tokens, and check them.",
+    COMMANDS,
+    libraries=("torch", "deepspeed"),
+)
 main = PROGRAM.main

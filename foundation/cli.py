@@ -35,7 +35,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from foundation.errors import ConfigError, UserError, exit_status_of
-from foundation.own_programs import versions
+from foundation.programs import versions
 from foundation.settings import Setting, settings_of, suggestion
 from foundation.typed_values import json_text
 from foundation.yaml_files import did_you_mean
@@ -64,6 +64,7 @@ class Program:
     name: str
     purpose: str
     commands: Mapping[str, tuple[str, str]]  # name -> (target, what it does)
+    libraries: tuple[str, ...] = ()  # whose versions `--version` shows as well
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run one command of the command line and return its exit status."""
@@ -100,7 +101,7 @@ class Program:
             print(self.usage())
             return 0
         if name == "--version":
-            print(f"{self.name} {versions()}")
+            print(f"{self.name} {versions(self.libraries)}")
             return 0
         if name == "--complete":  # called by a shell, which says in COMP_LINE what is typed
             line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", 1 << 20))]

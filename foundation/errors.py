@@ -36,6 +36,7 @@ class UserError(Exception):
     """Something outside the code is wrong: what was found, what was expected, what to do."""
 
     exit_status = EXIT_USER_ERROR
+    is_of_site = False  # whether storage or memory of the host failed
 
     def __init__(self, message: str = "") -> None:
         super().__init__(redacted(message))
@@ -49,24 +50,10 @@ class DataError(UserError):
     """A corpus, shard, manifest or tokenizer is missing, corrupted, or does not fit the run."""
 
 
-class CheckpointError(UserError):
-    """A checkpoint is incomplete, corrupted, or belongs to another run."""
+class NodeError(UserError):
+    """This node lacks what its job was given; the same settings would work on another one."""
 
-
-class UnreadableError(CheckpointError):
-    """Storage failed while a checkpoint was read, which may be whole."""
-
-
-class OtherVersionError(CheckpointError):
-    """A checkpoint has another format: another version of this program reads it."""
-
-
-class UndoneError(CheckpointError):
-    """A checkpoint is from before the run went back."""
-
-
-class PrunedError(CheckpointError):
-    """A run that trains has removed a checkpoint, as it keeps only the latest."""
+    exit_status = EXIT_NODE_UNUSABLE
 
 
 @contextlib.contextmanager
@@ -89,20 +76,10 @@ def is_of_site(error: BaseException) -> bool:
     with what the user asked for."""
     if isinstance(error, OSError) and error.errno in (*STORAGE_FAILS, *NO_SPACE, errno.ENOMEM):
         return True
+    if isinstance(error, MemoryError) or (isinstance(error, UserError) and error.is_of_site):
+        return True
     cause = error.__cause__ or error.__context__
-    return isinstance(error, (UnreadableError, MemoryError)) or (
-        cause is not None and is_of_site(cause)
-    )
-
-
-class NodeError(UserError):
-    """This node lacks what its job was given; the same settings would work on another one."""
-
-    exit_status = EXIT_NODE_UNUSABLE
-
-
-class TrainingError(UserError):
-    """A run does not learn and cannot recover automatically."""
+    return cause is not None and is_of_site(cause)
 
 
 def printable(text: str) -> str:

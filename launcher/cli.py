@@ -48,7 +48,9 @@ COMMANDS = {
     ),
     "sweep": ("launcher.commands.sweep", "run the cells of a sweep file, several at a time"),
 }
-PROGRAM = Program("launcher", "Keep pretraining runs going.", COMMANDS)
+PROGRAM = Program(
+    "launcher", "Keep pretraining runs going.", COMMANDS, libraries=("torch", "deepspeed")
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from foundation.interruption import ONE_PRESS_SECONDS
-from foundation.retry import CLOCK, Clock, Patience
+from pretrain.checkpoint.storage_outage import CLOCK, Clock, Patience
 
 HOLDER = "launcher"  # of the lock RUN/launcher.lock
 

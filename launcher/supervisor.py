@@ -12,7 +12,6 @@ from typing import Protocol
 
 from foundation.errors import EXIT_NODE_UNUSABLE, EXIT_USER_ERROR
 from foundation.progress import duration
-from foundation.retry import CLOCK, Clock, outlast
 from launcher.restart_policy import (
     EVIDENCE,
     About,
@@ -24,6 +23,7 @@ from launcher.restart_policy import (
     unresponsive_rank,
 )
 from launcher.stop_signals import StopSignals, StopWhileWaiting
+from pretrain.checkpoint.storage_outage import CLOCK, Clock, outlast
 from pretrain.checkpoint.verify import latest_step, steps_that_count
 from pretrain.config.run import RunConfig
 from pretrain.rundir.attempt_files import list_attempts, unfinished_start

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import EXIT_INTERRUPTED, ConfigError, UserError
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 from launcher.restart_policy import RestartPolicy
 from launcher.run_state import RunState, is_run, read_states, submitted_config
 from launcher.run_status import State

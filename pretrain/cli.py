@@ -58,6 +58,7 @@ PROGRAM = Program(
     "pretrain",
     "Pretrain Transformer-XL language models, with exact memory and exact resume.",
     COMMANDS,
+    libraries=("torch", "deepspeed"),
 )
 main = PROGRAM.main
 

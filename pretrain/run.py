@@ -25,9 +25,7 @@ import torch
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.mixture import open_training_data
 from data_pipeline.lanes.prefetcher import Prefetcher
-from foundation.errors import CheckpointError, UnreadableError
 from foundation.files import make_directory
-from foundation.retry import Patience, outlast
 from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.disk import Disk
@@ -36,6 +34,7 @@ from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.mirror import Mirror, mirror_url
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
+from pretrain.checkpoint.storage_outage import Patience, outlast
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.evaluation_sets import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.phases import (
@@ -59,6 +58,7 @@ from pretrain.distributed.world import World, ranks_on_this_node
 from pretrain.engines.ema import EmaEngine
 from pretrain.engines.engine import Engine, check_precision
 from pretrain.engines.torch_engine import TorchEngine
+from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.evaluation.training_evaluation import (
     check_training_tasks,
     training_evaluator,

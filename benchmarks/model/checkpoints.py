@@ -25,7 +25,7 @@ from benchmarks.measure import Comparison, Measurement
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.segment_batch import SegmentBatch
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.resume_point import find_resume_point

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.scale.costs import RANKS, Cost
 from benchmarks.scale.growth import growth_of
 from benchmarks.scale.ranks import STEP_SECONDS
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 from pretrain.distributed.messages import num_rounds
 from pretrain.distributed.rendezvous import LAZY_VARIABLE, MOST_DESCRIPTORS
 

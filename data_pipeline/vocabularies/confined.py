@@ -36,7 +36,7 @@ from data_pipeline.vocabularies.vocabulary import (
     encoding_errors,
 )
 from foundation.errors import ConfigError, DataError
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 from foundation.typed_values import json_text
 
 MEMORY_BYTES, PER_BYTE = 4 << 30, 64  # of a child, and more for each byte of a model or message

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from foundation.cli import check_least
 from foundation.errors import UserError
 from foundation.files import end_of, named_errors, read_json, write_json
-from foundation.own_programs import copied_arguments, own_arguments, own_command
+from foundation.programs import copied_arguments, own_arguments, own_command
 from foundation.typed_values import json_text
 from launcher.slurm.client import Slurm, node_names, start
 from launcher.slurm.sbatch import Snapshot, check_request, environment_lines, option_flags, quote

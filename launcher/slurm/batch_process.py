@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 
 # Slurm signals the batch script alone (--signal=B:), or all processes of the job.
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

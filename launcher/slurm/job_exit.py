@@ -19,7 +19,6 @@ from pathlib import Path
 
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError, os_error_text
 from foundation.files import end_of
-from foundation.retry import CLOCK, Clock
 from launcher.restart_policy import StartAgain
 from launcher.slurm.client import Slurm, node_names, own_job
 from launcher.slurm.former_starts import (
@@ -30,6 +29,7 @@ from launcher.slurm.former_starts import (
 from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
+from pretrain.checkpoint.storage_outage import CLOCK, Clock
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.cluster import load_cluster, time_limit_seconds
 from pretrain.rundir.attempt_files import list_attempts

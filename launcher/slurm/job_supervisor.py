@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
-from foundation.retry import CLOCK, Clock, Patience, outlast
 from foundation.settings import load_config
 from launcher.restart_policy import RestartPolicy, StartAgain, add_policy_arguments, policy_of
 from launcher.slurm.client import Slurm
@@ -26,6 +25,7 @@ from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from launcher.slurm.srun import Probe, SlurmRanks, Step, probe_nodes
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
 from launcher.supervisor import Supervisor, is_complete
+from pretrain.checkpoint.storage_outage import CLOCK, Clock, Patience, outlast
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.cluster import load_cluster
 from pretrain.config.run import CheckpointConfig, RunConfig

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foundation.errors import ConfigError, exit_status_of
-from foundation.own_programs import own_command
-from foundation.retry import Clock
+from foundation.programs import own_command
 from foundation.settings import load_config
 from launcher.restart_policy import StartAgain
 from launcher.slurm.client import Slurm, SlurmUnreachable, node_names
@@ -22,6 +21,7 @@ from launcher.slurm.former_starts import node_to_exclude
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Snapshot, usable_nodes
 from launcher.slurm.srun import BLIND, PROGRAM, SILENT, Probe, Step, kill_silently, task_command
+from pretrain.checkpoint.storage_outage import Clock
 from pretrain.config.cluster import load_cluster
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps

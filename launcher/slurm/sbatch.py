@@ -22,8 +22,8 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
 from foundation.credentials import referenced_variable
 from foundation.errors import ConfigError
 from foundation.files import make_directory, move, sync_tree, write_text
-from foundation.own_programs import copied_arguments, make_startable
 from foundation.paths import url_of
+from foundation.programs import copied_arguments, make_startable
 from foundation.typed_values import to_tree
 from foundation.yaml_files import dump_yaml
 from launcher.slurm.client import Partition

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from foundation.errors import UserError
 from foundation.files import LARGEST_LINE_BYTES, SMALL_FILE_BYTES, end_of, own_file, read_together
-from foundation.own_programs import code_that_runs, copied_arguments
+from foundation.programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.sbatch import Snapshot, option_flags
 from pretrain.config.cluster import ClusterConfig

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from foundation.errors import exit_status_of
 from foundation.files import own_file, write_text
-from foundation.retry import Patience, StorageError, outlast
+from pretrain.checkpoint.storage_outage import Patience, outlast
 from pretrain.distributed.slurm_variables import rank_variables
+from pretrain.errors import StorageError
 from pretrain.rundir.exit_statuses import EXIT_STOPPED, describe_exit
 from pretrain.rundir.watchdog import under_watchdog
 

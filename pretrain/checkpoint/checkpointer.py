@@ -13,8 +13,7 @@ from functools import partial
 
 import torch
 
-from foundation.errors import CheckpointError, UnreadableError, UserError
-from foundation.retry import ANY_REMEDY, Outage, Patience, StorageError
+from foundation.errors import UserError
 from foundation.typed_values import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import Disk
@@ -28,6 +27,7 @@ from pretrain.checkpoint.load import (
 )
 from pretrain.checkpoint.replicas import non_finite_name, require_equal_replicas, require_finite
 from pretrain.checkpoint.save import RankFile, Save, new_index, owned_fragments
+from pretrain.checkpoint.storage_outage import ANY_REMEDY, Outage, Patience
 from pretrain.checkpoint.tensor_layout import HostBuffer
 from pretrain.checkpoint.transfer import RankReports, SaveProblem
 from pretrain.checkpoint.verify import steps_that_count
@@ -37,6 +37,7 @@ from pretrain.distributed.collectives import broadcast_value, gather_present, ra
 from pretrain.distributed.messages import Worker, gather_rows
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
+from pretrain.errors import CheckpointError, StorageError, UnreadableError
 from pretrain.model.memory import Memory, MemoryLayout, selected_lanes
 from pretrain.state import TrainState
 

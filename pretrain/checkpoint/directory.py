@@ -19,9 +19,10 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from foundation.errors import STORAGE_FAILS, CheckpointError, UnreadableError
+from foundation.errors import STORAGE_FAILS
 from foundation.files import fsync_directory, make_directory, move
 from foundation.locks import NoFileLocksError, try_lock
+from pretrain.errors import CheckpointError, UnreadableError
 
 logger = logging.getLogger(__name__)
 

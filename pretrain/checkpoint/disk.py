@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import CheckpointError
 from foundation.files import move, named_errors, own_file, sha256_of, sync_file, write_text
 from foundation.typed_values import json_text
 from pretrain.checkpoint import directory as files
@@ -32,6 +31,7 @@ from pretrain.checkpoint.facts import Destination
 from pretrain.checkpoint.index import INDEX_FORMAT, Checkpoint, read_index
 from pretrain.checkpoint.pieces import merged_pieces
 from pretrain.checkpoint.verify import check_sizes, verify
+from pretrain.errors import CheckpointError
 
 Check = Callable[[], None]  # raises when the transfer was canceled
 BLOCK_BYTES = 1 << 24

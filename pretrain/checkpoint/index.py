@@ -20,12 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import (
-    STORAGE_FAILS,
-    CheckpointError,
-    OtherVersionError,
-    UnreadableError,
-)
+from foundation.errors import STORAGE_FAILS
 from foundation.files import LARGEST_LIST_BYTES, SMALL_FILE_BYTES, Content, read_regular
 from foundation.locks import NoFileLocksError, open_shared
 from foundation.typed_values import Count, Finite, Line, Positive, Sha256, from_tree, parse_json
@@ -36,6 +31,7 @@ from pretrain.checkpoint.directory import (
     rank_file,
 )
 from pretrain.checkpoint.pieces import Pieces, parsed_pieces
+from pretrain.errors import CheckpointError, OtherVersionError, UnreadableError
 
 INDEX_FORMAT = 7  # of a checkpoint: file names, keys of tensors and of the index
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from data_pipeline.lanes.segment_batch import LaneCursor
-from foundation.errors import CheckpointError
 from pretrain.checkpoint.directory import MEMORY, rank_file
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.pieces import open_tensors, piece_key
 from pretrain.engines.ema import EMA
 from pretrain.engines.engine import Engine
+from pretrain.errors import CheckpointError
 from pretrain.optim.parameter_groups import Fragment
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from foundation.errors import CheckpointError, UserError, os_error_text
+from foundation.errors import UserError, os_error_text
 from foundation.ownership import private_directory
 from foundation.settings import differences
 from foundation.typed_values import json_text, to_tree
@@ -45,6 +45,7 @@ from pretrain.distributed.collectives import broadcast_value, gather_values
 from pretrain.distributed.messages import Worker
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
+from pretrain.errors import CheckpointError
 from pretrain.model.memory import MemoryLayout
 from pretrain.state import TrainState
 

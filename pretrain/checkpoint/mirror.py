@@ -18,9 +18,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from data_pipeline.corpora.fetch import NotFetchedError
-from foundation.errors import CheckpointError, UserError
+from foundation.errors import UserError
 from foundation.files import Content, content_of, write_text
-from foundation.retry import Outage, Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import Check, Disk
 from pretrain.checkpoint.facts import AttemptHistory
@@ -32,11 +31,13 @@ from pretrain.checkpoint.object_store import (
     ObjectStore,
     StoredCheckpoint,
 )
+from pretrain.checkpoint.storage_outage import Outage, Patience
 from pretrain.checkpoint.transfer import RankReports, Report, Transfer
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.collectives import on_any_rank
 from pretrain.distributed.messages import Worker
 from pretrain.distributed.world import World
+from pretrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

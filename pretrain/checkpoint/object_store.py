@@ -23,7 +23,7 @@ from data_pipeline.corpora.fetch import NotFetchedError, fetch_file, in_parallel
 from data_pipeline.corpora.stores import store_at
 from data_pipeline.corpora.web_requests import RetryPolicy
 from data_pipeline.corpora.writable_store import WritableStore, size_problem
-from foundation.errors import CheckpointError, shown
+from foundation.errors import shown
 from foundation.files import Content, content_of, move, read_regular, write_text
 from foundation.paths import path_below
 from foundation.typed_values import Line, between, from_json, json_text, parse_json
@@ -32,6 +32,7 @@ from pretrain.checkpoint.disk import Check
 from pretrain.checkpoint.index import Checkpoint, read_index
 from pretrain.checkpoint.verify import verify
 from pretrain.config.run import CheckpointConfig
+from pretrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

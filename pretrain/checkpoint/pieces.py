@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foundation.errors import CheckpointError, UnreadableError, shown
+from foundation.errors import shown
 from foundation.typed_values import LARGEST_INTEGER, Count, Positive, from_tree
+from pretrain.errors import CheckpointError, UnreadableError
 
 _KEY = re.compile(r"([^|]+)\|([0-9]{1,15})\|([^|]+)")
 HOLE = "a piece of {} starts at element {}, expected {}"

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from foundation.errors import CheckpointError
 from foundation.typed_values import json_text
 from pretrain.checkpoint.tensor_layout import SplitTensors
 from pretrain.distributed.collectives import gather_present, gather_values
 from pretrain.distributed.messages import max_over_ranks
 from pretrain.engines.ema import EMA
 from pretrain.engines.engine import Engine
+from pretrain.errors import CheckpointError
 from pretrain.state import TrainState
 
 # To read a value's bits as an integer, by its size in bytes.

@@ -19,16 +19,8 @@ from typing import Any
 
 from data_pipeline.corpora.fetch import NotFetchedError
 from data_pipeline.corpora.web_requests import RetryPolicy
-from foundation.errors import (
-    CheckpointError,
-    OtherVersionError,
-    UndoneError,
-    UnreadableError,
-    UserError,
-    os_error_text,
-)
+from foundation.errors import UserError, os_error_text
 from foundation.files import make_directory
-from foundation.retry import WAITS, Outage, Patience, StorageError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.facts import (
     Candidate,
@@ -42,6 +34,7 @@ from pretrain.checkpoint.facts import (
 from pretrain.checkpoint.index import Checkpoint, read_index
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.object_store import SCRATCH, MirrorIndex, ObjectStore
+from pretrain.checkpoint.storage_outage import WAITS, Outage, Patience
 from pretrain.checkpoint.verify import (
     UNDONE,
     check_share,
@@ -52,6 +45,13 @@ from pretrain.checkpoint.verify import (
 )
 from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks, read_on_main
 from pretrain.distributed.world import World
+from pretrain.errors import (
+    CheckpointError,
+    OtherVersionError,
+    StorageError,
+    UndoneError,
+    UnreadableError,
+)
 from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)

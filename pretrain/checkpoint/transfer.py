@@ -22,9 +22,10 @@ from typing import Any, cast
 
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
-from foundation.errors import CheckpointError, UserError, os_error_text, remedy_of
+from foundation.errors import UserError, os_error_text, remedy_of
 from foundation.typed_values import json_text
 from pretrain.engines.engine import is_out_of_memory
+from pretrain.errors import CheckpointError
 
 REPORTS_POLL_SECONDS = 0.02
 FAILURE = "failure"

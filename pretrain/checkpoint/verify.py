@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import CheckpointError, OtherVersionError, PrunedError, UnreadableError
 from foundation.files import Content, read_together, sha256_of, write_text
 from pretrain.checkpoint.directory import INDEX, REFUSED, rank_file, step_directory, steps_on_disk
 from pretrain.checkpoint.index import Checkpoint, Lease, read_index, read_whole, reading
 from pretrain.checkpoint.pieces import rank_elements, require_pieces
+from pretrain.errors import CheckpointError, OtherVersionError, PrunedError, UnreadableError
 
 UNDONE = "from before the run went back"  # starts the note of a step that its history left
 MOST_REFUSED_BYTES = 1 << 28  # of indexes that are read in vain for the latest step

@@ -10,16 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from foundation.cli import Answer, Program, add_json
-from foundation.errors import (
-    EXIT_USER_ERROR,
-    CheckpointError,
-    OtherVersionError,
-    PrunedError,
-    printable,
-)
+from foundation.errors import EXIT_USER_ERROR, printable
 from foundation.files import LARGEST_LIST_BYTES, read_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.verify import verify_and_keep
+from pretrain.errors import CheckpointError, OtherVersionError, PrunedError
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import format_number, text_table

@@ -10,12 +10,12 @@ from pathlib import Path
 from data_pipeline.corpora.fetch import NotFetchedError
 from foundation.cli import add_experiment
 from foundation.errors import NodeError, exit_status_of, is_of_site, own_status
-from foundation.retry import StorageError
 from foundation.settings import load_config
 from pretrain.checkpoint.facts import add_from_step
 from pretrain.config.resolve import resolve, with_absolute_paths
 from pretrain.config.run import RunConfig
 from pretrain.distributed.slurm_variables import rank_numbers
+from pretrain.errors import StorageError
 from pretrain.processes.leaving import leave_group
 from pretrain.rundir.exit_statuses import EXIT_SITE_FAILED
 from pretrain.rundir.heartbeat import Heartbeat

@@ -17,20 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from foundation.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    OtherVersionError,
-    TrainingError,
-    UndoneError,
-    UnreadableError,
-    UserError,
-)
-from foundation.retry import StorageError
+from foundation.errors import ConfigError, DataError, UserError
 from foundation.typed_values import from_json, to_tree
 from pretrain.distributed.messages import gather_rows, max_over_ranks
 from pretrain.distributed.world import World
+from pretrain.errors import (
+    CheckpointError,
+    OtherVersionError,
+    StorageError,
+    TrainingError,
+    UndoneError,
+    UnreadableError,
+)
 
 T = TypeVar("T")
 LARGEST_MESSAGE_BYTES = 1 << 26

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from data_pipeline.lanes.prefetcher import Prefetcher
 from foundation.files import sync_file
-from foundation.retry import outlast
+from pretrain.checkpoint.storage_outage import outlast
 from pretrain.config.devices import DEVICES, device_named
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import flops_per_token

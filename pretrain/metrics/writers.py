@@ -15,8 +15,8 @@ from torch.profiler import profile
 
 from foundation.errors import os_error_text, remedy_of
 from foundation.files import append_whole, own_file
-from foundation.retry import Outage, outlast
 from foundation.typed_values import json_text
+from pretrain.checkpoint.storage_outage import Outage, outlast
 from pretrain.rundir.metric_names import dashboard_values
 from pretrain.rundir.metrics_file import cut_measurements_after, summarize_file
 from pretrain.rundir.run_dir import RunDir

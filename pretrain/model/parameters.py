@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from foundation.errors import CheckpointError
 from foundation.settings import assert_never
 from pretrain.config.model import ModelConfig, Precision
+from pretrain.errors import CheckpointError
 
 NORM_EPSILON = 1e-5
 

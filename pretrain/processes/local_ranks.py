@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from foundation.files import end_of, own_file
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 from pretrain.distributed.slurm_variables import GPUS_VARIABLE, PORT_FILE_VARIABLE
 from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.exit_statuses import EXIT_STOPPED, EXPLAINED, describe_exit
@@ -201,7 +201,7 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONSAFEPATH": "1",  # for what the ranks start; see foundation/own_programs.py
+        "PYTHONSAFEPATH": "1",  # for what the ranks start; see foundation/programs.py
     }
 
 

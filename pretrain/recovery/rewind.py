@@ -19,7 +19,6 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from data_pipeline.lanes.segment_batch import SegmentBatch
-from foundation.errors import TrainingError
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.replicas import NonFiniteError
@@ -31,6 +30,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import tail_shares, vocabulary_bins
 from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks, read_on_main
 from pretrain.distributed.world import World
+from pretrain.errors import TrainingError
 from pretrain.rundir.events import GaveUp, Outcome, Rewind, Spike, UnresolvedSpike
 from pretrain.rundir.history import find_events, skipped_windows
 from pretrain.rundir.metrics_file import latest_measurements

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from foundation.files import SMALL_FILE_BYTES, read_regular
-from foundation.own_programs import installed_version
+from foundation.programs import installed_version
 
 CODE_PACKAGES = ("data_pipeline", "foundation", "pretrain")  # all that a rank runs
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from foundation.errors import CheckpointError
 from pretrain.checkpoint.directory import step_directory
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.load import FragmentReader, load_cursor, load_memory
 from pretrain.checkpoint.verify import verify
+from pretrain.errors import CheckpointError
 from pretrain.rundir.run_dir import RunDir
 
 MAX_SHOWN = 5

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from foundation.errors import os_error_text
 from foundation.files import append_whole, lines_of, warn_of_lines
-from foundation.retry import Patience, outlast
 from foundation.typed_values import from_tree, json_text, parse_json, to_tree
+from pretrain.checkpoint.storage_outage import Patience, outlast
 from pretrain.rundir.events import Event
 from pretrain.rundir.history import without_refused_jobs
 

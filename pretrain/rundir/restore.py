@@ -15,13 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_pipeline.corpora.web_requests import RetryPolicy
-from foundation.errors import CheckpointError, ConfigError, UserError
+from foundation.errors import ConfigError, UserError
 from foundation.files import make_directory, move, write_text
 from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.object_store import SCRATCH, MirrorIndex, ObjectStore
 from pretrain.checkpoint.verify import verify
 from pretrain.config.run import RunConfig
+from pretrain.errors import CheckpointError
 from pretrain.rundir.events import (
     AttemptEnded,
     Canceled,

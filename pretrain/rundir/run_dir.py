@@ -30,11 +30,11 @@ from foundation.files import (
     write_json,
     write_text,
 )
-from foundation.retry import Patience, outlast
 from foundation.settings import differences, load_config
 from foundation.typed_values import Line, from_tree, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint.facts import Past
+from pretrain.checkpoint.storage_outage import Patience, outlast
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change

@@ -32,7 +32,7 @@ from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus_identity import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
-from foundation.errors import CheckpointError, ConfigError, DataError, named_setting
+from foundation.errors import ConfigError, DataError, named_setting
 from foundation.files import (
     Content,
     fsync_file,
@@ -58,6 +58,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import MASTER_BYTES
 from pretrain.costs.flops import parameter_counts
 from pretrain.engines.engine import Engine, check_precision
+from pretrain.errors import CheckpointError
 from pretrain.model.parameters import dtype_of, load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.events import TrainingBegan

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foundation.errors import CheckpointError
 from foundation.files import open_regular
 from pretrain.config.model import ModelConfig
+from pretrain.errors import CheckpointError
 from pretrain.model.embedding_and_softmax import bin_ranges
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL

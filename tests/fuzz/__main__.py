@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

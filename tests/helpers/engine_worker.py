@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
-from foundation.errors import CheckpointError, UserError
+from foundation.errors import UserError
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.load import load_fragments
@@ -45,6 +45,7 @@ from pretrain.distributed.messages import gather_rows
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.engines import engine as engines
 from pretrain.engines.engine import Engine, StepResult
+from pretrain.errors import CheckpointError
 from pretrain.evaluation.training_evaluation import training_evaluator
 from pretrain.model.memory import MemoryLayout
 from pretrain.optim.parameter_groups import layer_metrics, layer_name

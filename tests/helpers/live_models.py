@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pretrain.run
-from foundation.errors import TrainingError
 from foundation.settings import load_config
 from pretrain.config.resolve import resolve
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import destroy_process_group, init_world
 from pretrain.engines.engine import cpu_has_fp16
+from pretrain.errors import TrainingError
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery import rewind
 from pretrain.run import build_engine, run_training

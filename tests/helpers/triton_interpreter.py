@@ -10,7 +10,7 @@ import os
 import subprocess
 from typing import Any
 
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
 SECONDS = 850  # the interpreter is slow, and slower on a busy machine

@@ -25,7 +25,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import foundation.retry
 import launcher.run_state
 import launcher.run_status
 import launcher.slurm.client
@@ -33,6 +32,7 @@ import launcher.slurm.job_exit
 import launcher.slurm.lost_nodes
 import launcher.slurm.srun
 import launcher.stop_signals
+import pretrain.checkpoint.storage_outage
 import pretrain.rundir.attempt_files
 import pretrain.rundir.ledger
 import pretrain.rundir.lock
@@ -294,7 +294,7 @@ class Site:
         )
         module: ModuleType
         for module in (
-            foundation.retry,
+            pretrain.checkpoint.storage_outage,
             launcher.run_state,
             launcher.run_status,
             launcher.slurm.job_exit,

@@ -13,7 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.gpu.findings import END, findings_in
 from benchmarks.gpu.resume import CELLS
 from benchmarks.gpu.steps import STEPS
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 from pretrain.kernels.triton.tiling import KERNELS
 
 # NVIDIA's code is not here, and others differ from one of their kind in the model alone.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.tokenizer import Tokenizer
-from foundation.errors import CheckpointError
 from pretrain.cli import main
+from pretrain.errors import CheckpointError
 from pretrain.weights.export import load_export
 from pretrain.weights.original import checked_loss, import_state, read_state_dict
 from tests.helpers.models import random_tokens

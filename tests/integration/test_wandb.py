@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 from foundation.settings import load_config
 from pretrain.cli import main
 from pretrain.config.run import RunConfig

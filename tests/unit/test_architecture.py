@@ -246,7 +246,7 @@ MAY_BE_LOST = {
     "pretrain/rundir/heartbeat.py:_write": "signs of life of a start",
     "pretrain/rundir/watchdog.py:become": "/dev/null",
     # code that runs elsewhere
-    "foundation/own_programs.py:make_startable": "of a snapshot: sync_tree",
+    "foundation/programs.py:make_startable": "of a snapshot: sync_tree",
     "pretrain/weights/huggingface/tokenization_xl_pretrain.py:save_vocabulary": "in transformers",
 }
 _WRITERS = {
@@ -423,6 +423,7 @@ FLOORS = (
     {"engines"},
     {"optim", "model", "costs"},
     {"distributed", "config", "kernels", "terminal"},
+    {"errors"},
 )
 
 
@@ -445,7 +446,7 @@ def test_every_folder_says_what_it_is_for():
 def test_the_top_level_of_pretrain_stays_small():
     entries = [path for path in (ROOT / "pretrain").iterdir() if path.name != "__pycache__"]
     assert len([path for path in entries if path.is_dir()]) <= 20
-    assert len([path for path in entries if path.suffix == ".py"]) <= 6
+    assert len([path for path in entries if path.suffix == ".py"]) <= 7
 
 
 @pytest.mark.parametrize("package", ["foundation", "data_pipeline", "launcher"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 
 
 def test_runs_and_builds_continue_from_crash_states():

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.cli import main as data_pipeline
-from foundation.errors import ConfigError, DataError, UnreadableError, exit_status_of, is_of_site
+from foundation.errors import ConfigError, DataError, exit_status_of, is_of_site
 from foundation.files import write_text
-from foundation.retry import Outage, Patience, StorageError, outlast
 from launcher.cli import main as launcher
+from pretrain.checkpoint.storage_outage import Outage, Patience, outlast
 from pretrain.cli import main as pretrain
+from pretrain.errors import StorageError, UnreadableError
 from tests.helpers.small_disks import needs_mounts
 
 EXPERIMENT = "configs/experiments/demo.yaml"

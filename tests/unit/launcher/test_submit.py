@@ -13,7 +13,7 @@ import pytest
 
 from data_pipeline.config import MixturePart
 from foundation.errors import ConfigError, UserError
-from foundation.own_programs import copied_arguments
+from foundation.programs import copied_arguments
 from foundation.settings import load_config
 from launcher.cli import main
 from launcher.slurm.client import Slurm

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from foundation.retry import Patience
 from launcher.restart_policy import RestartPolicy
 from launcher.run_state import read_state
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import Ranks, Supervisor
+from pretrain.checkpoint.storage_outage import Patience
 from pretrain.config.run import RunConfig
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.recovery.stop_requests import StopRequest
@@ -95,7 +95,7 @@ def test_nohup_keeps_a_closed_terminal_from_stopping_anything():
 
 
 def test_a_supervisor_outlasts_a_full_disk_before_and_after_an_attempt(run_dir, monkeypatch):
-    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 0.05)
     limits, waited = resource.getrlimit(resource.RLIMIT_FSIZE), []
 
     def fill_the_disk() -> None:
@@ -122,7 +122,7 @@ def test_a_supervisor_outlasts_a_full_disk_before_and_after_an_attempt(run_dir, 
 
 
 def test_the_lock_of_a_job_outlasts_a_full_disk_and_a_commands_reports_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 0.05)
     with full_disk(largest_file=20) as free_space:
         new = RunDir(tmp_path / "new", Patience(60, free_space))
         with pytest.raises(OSError), new.locked("launcher"):

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from foundation.errors import CheckpointError, UnreadableError
-from foundation.retry import Patience
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import publish
 from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.checkpoint.storage_outage import Patience
 from pretrain.checkpoint.verify import (
     check_share,
     counts,
@@ -31,6 +30,7 @@ from pretrain.checkpoint.verify import (
 )
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, ModelConfig, RunConfig
+from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.recovery.rewind import rewind
 from pretrain.rundir.events import Spike
 from pretrain.rundir.run_dir import RunDir

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from foundation.errors import CheckpointError, UnreadableError, UserError
-from foundation.retry import Patience, StorageError
+from foundation.errors import UserError
 from foundation.typed_values import to_tree
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.checkpointer import Checkpointer
@@ -28,11 +27,13 @@ from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.load import load_fragments, restore_counters, restore_random_state
 from pretrain.checkpoint.local_checkpoints import MAY_DIFFER, LocalCheckpoints
 from pretrain.checkpoint.resume_point import find_resume_point
+from pretrain.checkpoint.storage_outage import Patience
 from pretrain.checkpoint.transfer import SaveProblem
 from pretrain.checkpoint.verify import verify
 from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
+from pretrain.errors import CheckpointError, StorageError, UnreadableError
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.run import build_engine
 from pretrain.rundir.events import Restored, Rewind, Spike, TrainingBegan
@@ -119,7 +120,7 @@ def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, 
 
 
 def test_a_failed_save_is_followed_by_another(engine, world, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.2)
+    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 0.2)
     saving = checkpointer(tmp_path, world, patience=Patience(60))
     with no_room():
         assert saving.save(engine, state_of(engine, 1))
@@ -135,7 +136,7 @@ def test_a_failed_save_is_followed_by_another(engine, world, tmp_path, monkeypat
 
 
 def test_the_last_save_waits_for_what_comes_before_it(engine, world, tmp_path, monkeypatch):
-    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 1.0)
+    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 1.0)
     waited: list[int] = []
     state, obstacles = state_of(engine, 3), iter(["metrics.jsonl: no space"] * 2)
     saving = checkpointer(tmp_path, world, patience=Patience(60, lambda: waited.append(1)))

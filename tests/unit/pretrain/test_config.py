@@ -9,7 +9,7 @@ import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
-from foundation.errors import CheckpointError, ConfigError, DataError, UserError
+from foundation.errors import ConfigError, DataError, UserError
 from foundation.settings import load_config
 from pretrain.config.phases import (
     first_step_at,
@@ -23,6 +23,7 @@ from pretrain.config.phases import (
 )
 from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.errors import CheckpointError
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import check_initial_weights, write_export

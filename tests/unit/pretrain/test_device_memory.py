@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foundation.errors import ConfigError
-from foundation.own_programs import own_command
+from foundation.programs import own_command
 from foundation.typed_values import to_tree
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig

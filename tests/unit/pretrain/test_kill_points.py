@@ -27,7 +27,6 @@ from safetensors.numpy import load_file
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.segment_batch import LaneCursor
-from foundation.errors import TrainingError
 from foundation.files import atomic_write
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import publish
@@ -44,6 +43,7 @@ from pretrain.config.run import (
     RunConfig,
     lanes_of_rank,
 )
+from pretrain.errors import TrainingError
 from pretrain.recovery import rewind
 from pretrain.run import run_training
 from pretrain.rundir.metrics_file import cut_measurements_after

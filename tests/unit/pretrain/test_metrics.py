@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data_pipeline.lanes.prefetcher import Prefetcher
-from foundation.retry import Patience, StorageError
+from pretrain.checkpoint.storage_outage import Patience
 from pretrain.cli import main
 from pretrain.config.run import (
     DataConfig,
@@ -24,6 +24,7 @@ from pretrain.config.run import (
 )
 from pretrain.costs.flops import run_cost
 from pretrain.engines.engine import StepResult
+from pretrain.errors import StorageError
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.reporting.results import results_of
 from pretrain.rundir.metrics_file import (

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from data_pipeline.corpora.writable_store import WritableStore
-from foundation.errors import CheckpointError, ConfigError, DataError
+from foundation.errors import ConfigError, DataError
 from foundation.files import Content, content_of, write_text
 from pretrain.checkpoint import object_store
 from pretrain.checkpoint.disk import Disk
@@ -34,6 +34,7 @@ from pretrain.checkpoint.object_store import (
 )
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.errors import CheckpointError
 from pretrain.rundir import restore
 from pretrain.rundir.events import Restored, TrainingBegan
 from pretrain.rundir.restore import restore_run
@@ -255,7 +256,7 @@ def mirror_of(run_dir: RunDir, url: str, world) -> tuple[Mirror, list[tuple[int,
 
 
 def test_a_failed_upload_is_followed_by_the_latest(tmp_path, world, bucket, caplog, monkeypatch):
-    monkeypatch.setattr("foundation.retry.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 0.01)
     problems = iter([DataError("away")] * 2)
 
     def read(self: Publication, real: Callable[..., Any] = Publication.read) -> Any:

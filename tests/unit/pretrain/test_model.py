@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from foundation.errors import CheckpointError
 from pretrain.config.run import ModelConfig
+from pretrain.errors import CheckpointError
 from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import MemoryLayout, num_rows
 from pretrain.model.parameters import load_parameters

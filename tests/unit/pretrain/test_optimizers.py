@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from foundation.errors import TrainingError
 from pretrain.checkpoint.load import load_memory
 from pretrain.checkpoint.verify import latest_valid
 from pretrain.config.model import OptimizerName, ScheduleShape
@@ -37,6 +36,7 @@ from pretrain.costs.flops import moment_bytes, orthogonalizing_flops
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
 from pretrain.engines.torch_engine import TorchEngine
+from pretrain.errors import TrainingError
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.loss_scale import LossScaler
 from pretrain.optim.muon import orthogonalized, owners

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from foundation.errors import CheckpointError
 from foundation.files import content_of
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import BLOCK_BYTES, Disk, TensorFile, write_file
@@ -31,6 +30,7 @@ from pretrain.checkpoint.tensor_layout import HostBuffer, SplitTensors, copy_to_
 from pretrain.checkpoint.transfer import RankReports, decoded, encoded
 from pretrain.checkpoint.verify import rank_share, verify
 from pretrain.distributed.messages import Worker
+from pretrain.errors import CheckpointError
 from pretrain.model.memory import MemoryLayout
 from pretrain.state import TrainState
 from tests.helpers.checkpoints import index_of

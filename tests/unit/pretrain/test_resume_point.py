@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from foundation.errors import CheckpointError, OtherVersionError, UnreadableError
 from foundation.files import content_of
 from foundation.typed_values import from_json, to_tree
 from pretrain.checkpoint import directory as files
@@ -36,6 +35,7 @@ from pretrain.checkpoint.resume_point import find_resume_point
 from pretrain.checkpoint.verify import latest_valid, steps_that_count, verify
 from pretrain.cli import main
 from pretrain.config.run import CheckpointConfig, RunConfig
+from pretrain.errors import CheckpointError, OtherVersionError, UnreadableError
 from pretrain.rundir.events import (
     AttemptEnded,
     AttemptReason,

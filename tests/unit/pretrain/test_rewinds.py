@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from data_pipeline.corpora.corpus_identity import corpus_hash
-from foundation.errors import CheckpointError, DataError, TrainingError
+from foundation.errors import DataError
 from pretrain.checkpoint import checkpointer
 from pretrain.checkpoint.directory import rank_file, step_directory, steps_on_disk
 from pretrain.config.resolve import resolve
@@ -35,6 +35,7 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import World
 from pretrain.engines.torch_engine import TorchEngine
+from pretrain.errors import CheckpointError, TrainingError
 from pretrain.recovery import rewind
 from pretrain.recovery.rewind import SpikeFound, SpikeMonitor
 from pretrain.run import run_training

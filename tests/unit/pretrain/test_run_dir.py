@@ -14,11 +14,11 @@ import pytest
 
 from data_pipeline.config import MixturePart
 from foundation.errors import ConfigError, UserError
-from foundation.retry import Patience
 from foundation.settings import settings_of
 from foundation.typed_values import json_text, to_tree
 from pretrain.checkpoint.directory import INDEX
 from pretrain.checkpoint.facts import Destination
+from pretrain.checkpoint.storage_outage import Patience
 from pretrain.cli import main
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import (

@@ -1,10 +1,9 @@
-"""Outlasting storage: a run works on while its directory cannot be written, for a stated time.
+"""Outages of storage: a run continues while its directory cannot be written, for a stated time.
 
-A disk is full until somebody frees space, a quota exceeded until it is raised, a server away until
-it is back. None of these is the run's mistake, and most pass. Whoever writes into a run directory
-therefore notes failures in an `Outage`, which tells when to try again and when patience is over.
-What may happen meanwhile differs: training continues past a save that failed, but a rewind waits
-until the ledger has it.
+A disk is full until a user frees space, a server is away until it is back. Neither is the run's
+mistake, and most outages pass. Writers therefore note failures in an `Outage`, which says when to
+try again and when to give up. What happens meanwhile differs: training continues past a save that
+failed, but a rewind waits until the ledger has it.
 
 `checkpoint.storage_patience_seconds` is the patience of a run. Commands have none. Torch-free.
 """
@@ -18,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from foundation.errors import UserError, os_error_text, remedy_of
+from foundation.errors import os_error_text, remedy_of
 from foundation.progress import duration
+from pretrain.errors import StorageError
 
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two tries; doubled after each
@@ -31,19 +31,15 @@ HOW_TO_STOP = "a request to stop (Ctrl-C, SIGTERM, scancel) ends the wait"
 logger = logging.getLogger(__name__)
 
 
-class StorageError(UserError):
-    """Storage failed for longer than the run's patience, or until the run was asked to stop."""
-
-
 class Clock:
     """Time as it passes; tests let it pass at once."""
 
     def now(self) -> float:
-        """Seconds since any moment."""
+        """Return seconds since any moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Let so many seconds pass."""
+        """Return after these seconds."""
         time.sleep(seconds)
 
 
@@ -131,7 +127,7 @@ class Outage:
             self._patience.clock.sleep(min(left, 1.0))
 
     def error(self) -> StorageError:
-        """What to raise once patience is over."""
+        """Return what to raise once patience is over."""
         waited = f" (waited {SETTING}={self._patience.seconds:g})" if self._patience.seconds else ""
         return StorageError(
             f"{self._problem}{waited}; {self._remedy} and rerun the command to resume from the "

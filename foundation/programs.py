@@ -1,4 +1,5 @@
-"""The command lines of this project's own programs as child processes. Only the standard library.
+"""This project's programs: their versions, and command lines that start them as child processes.
+Only the standard library.
 
 `python -m` looks for every module in the working directory first, so a file numpy.py in the
 directory where a user works would run as the user. (-P, which prevents that, needs Python 3.11.)
@@ -9,6 +10,7 @@ programs in /tmp, where everybody can put modules.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 _RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -20,12 +22,12 @@ _START = (
 
 
 def own_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of this project in this Python."""
+    """Return the command that runs a module of this project in this Python."""
     return [sys.executable, *own_arguments(module, *arguments)]
 
 
 def own_arguments(module: str, *arguments: str) -> list[str]:
-    """The arguments of Python that run a module of this project, with the code that runs now."""
+    """Return the arguments of Python that run a module of this project, with the current code."""
     return ["-c", _START, str(code_that_runs()), module, *arguments]
 
 
@@ -41,15 +43,15 @@ def make_startable(code: Path) -> None:
 
 
 def copied_arguments(code: Path, module: str, *arguments: str) -> list[str]:
-    """The arguments of Python that run a module of a copy of the code, from any directory.
+    """Return the arguments of Python that run a module of a copy of the code, from any directory.
 
     Python then looks into the copy first and not into the working directory.
     """
     return [str(code), module, *arguments]
 
 
-def versions() -> str:
-    """The version of these programs, with the commit of a checkout, of torch and of DeepSpeed."""
+def versions(libraries: Sequence[str] = ()) -> str:
+    """Return the version of these programs, with the commit of a checkout, and of the libraries."""
     import contextlib  # late, as the others: only this needs them
     import shutil
     import subprocess
@@ -59,15 +61,15 @@ def versions() -> str:
     commit = ""
     if (code_that_runs() / ".git").exists() and shutil.which("git"):
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    found = [installed_version() + (f" ({commit})" if commit else "")]
-    for name in ("torch", "deepspeed"):
+    texts = [installed_version() + (f" ({commit})" if commit else "")]
+    for name in libraries:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{name} {metadata.version(name)}")
-    return ", ".join(found)
+            texts.append(f"{name} {metadata.version(name)}")
+    return ", ".join(texts)
 
 
 def installed_version() -> str:
-    """The version of these programs; 0 where they are not installed."""
+    """Return the version of these programs; 0 where they are not installed."""
     from importlib import metadata  # late: with it come modules of email and zip files
 
     try:

@@ -1,0 +1,35 @@
+"""Errors of runs and their checkpoints that a user can cause. Torch-free."""
+
+from __future__ import annotations
+
+from foundation.errors import UserError
+
+
+class CheckpointError(UserError):
+    """A checkpoint is incomplete, corrupted, or belongs to another run."""
+
+
+class UnreadableError(CheckpointError):
+    """Storage failed while a checkpoint was read, which may be whole."""
+
+    is_of_site = True
+
+
+class OtherVersionError(CheckpointError):
+    """A checkpoint has another format: another version of this program reads it."""
+
+
+class UndoneError(CheckpointError):
+    """A checkpoint is from before the run went back."""
+
+
+class PrunedError(CheckpointError):
+    """A run that trains has removed a checkpoint, as it keeps only the latest."""
+
+
+class TrainingError(UserError):
+    """A run does not learn and cannot recover automatically."""
+
+
+class StorageError(UserError):
+    """Storage failed for longer than the run's patience, or until the run was asked to stop."""
