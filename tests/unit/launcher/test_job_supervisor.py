@@ -165,13 +165,6 @@ def test_a_run_that_finds_only_unusable_nodes_is_refused_unless_it_has_trained(b
     assert (batch.clock.time < 60) is (not has_trained)
 
 
-def test_a_rank_that_fails_by_itself_counts_although_another_one_never_started(batch):
-    batch.fields = {"ReqNodeList": "n[1-2]"}
-    assert batch.run(statuses=[(1, NEVER_STARTED)]) == 2
-    assert last_end(batch).reason.value == "gave_up"
-    assert batch.clock.time < 60
-
-
 def test_nodes_are_probed_before_each_attempt_and_one_that_comes_back_is_used(batch):
     def probe(now: float) -> dict[str, str]:
         return BLIND if now < 90 else {}
@@ -218,13 +211,6 @@ def test_a_start_whose_nodes_are_gone_waits_for_none_of_them(batch):
     assert batch.new_events() == ["JobStarted", "forgotten"]
 
 
-def test_a_start_that_can_launch_no_more_steps_is_left_at_once(batch):
-    batch.write(BEGUN)
-    assert batch.run(statuses=[UNSTARTED], needs_new_start=True) == EXIT_STOPPED
-    assert (last_end(batch).requeued, len(batch.nodes_of_steps)) == (True, 1)
-    assert batch.clock.time < 60
-
-
 def test_a_job_in_which_slurm_starts_no_step_is_requeued_three_times_at_most(batch):
     batch.write(BEGUN)
     requeued = []
@@ -232,6 +218,7 @@ def test_a_job_in_which_slurm_starts_no_step_is_requeued_three_times_at_most(bat
         batch.restart, batch.fields = restart, {}
         batch.run(statuses=[UNSTARTED], needs_new_start=True)
         requeued.append(last_end(batch).requeued)
+        assert len(batch.nodes_of_steps) == restart + 1, "it is left at once"
     assert requeued == [True, True, False]
     assert "starts no more steps in it; 3 times in a row" in read_state(batch.run_dir.path).reason
 

@@ -300,30 +300,26 @@ def start_child(*child: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def lives(tmp_path: Path, *each: str) -> tuple[int, str]:
-    """The exit status and the messages, when the supervisor lives and dies like this."""
+@pytest.mark.parametrize(
+    ("lives", "status", "said"),
+    [
+        (["9", "11", "exit 75"], 75, ["by SIGKILL; starting", "by SIGSEGV; starting"]),
+        (["15", "exit 0"], 128 + signal.SIGTERM, []),  # Slurm has requeued the job, and ends it
+        (["9", "9", "9", "exit 0"], 128 + signal.SIGKILL,
+         ["by SIGKILL; starting"] * 2 + ["by SIGKILL 3 times in a row; giving up"]),
+    ],
+)  # fmt: skip
+def test_a_supervisor_that_a_signal_killed_is_started_again_and_its_exit_is_the_jobs(
+    tmp_path, lives, status, said
+):
     script = tmp_path / "lives"
-    script.write_text("\n".join(each))
+    script.write_text("\n".join(lives))
     process = start_child(CHILD, str(script))
     _, errors = process.communicate()
-    return process.returncode, errors
-
-
-def test_a_supervisor_that_a_signal_killed_is_started_again_and_its_exit_is_the_jobs(tmp_path):
-    status, errors = lives(tmp_path, "9", "11", "exit 75")
-    assert status == 75
-    signals = [line.split(" by ")[1].split(";")[0] for line in errors.splitlines()]
-    assert signals == ["SIGKILL", "SIGSEGV"]
-
-
-def test_a_supervisor_that_slurm_ends_after_it_has_requeued_the_job_is_not_started_again(tmp_path):
-    assert lives(tmp_path, "15", "exit 0") == (128 + signal.SIGTERM, "")
-
-
-def test_one_that_dies_as_soon_as_it_starts_is_given_up_with_the_status_of_a_shell(tmp_path):
-    status, errors = lives(tmp_path, "9", "9", "9", "exit 0")
-    assert status == 128 + signal.SIGKILL
-    assert "3 times" in errors.splitlines()[-1]
+    assert process.returncode == status
+    lines = errors.splitlines()
+    assert len(lines) == len(said)
+    assert all(words in line for words, line in zip(said, lines, strict=True))
 
 
 def test_signals_reach_a_supervisor_that_has_no_handlers_for_them_yet():
