@@ -54,7 +54,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def policy_of(arguments: argparse.Namespace) -> RestartPolicy:
+def requested_policy(arguments: argparse.Namespace) -> RestartPolicy:
     """Return the policy that the options ask for; ConfigError if it is impossible."""
     check_least(arguments, 1, "attempts_without_progress")
     return RestartPolicy(attempts_without_progress=arguments.attempts_without_progress)

@@ -15,7 +15,7 @@ from foundation.errors import printable
 from foundation.progress import duration
 from launcher.run_state import RunState
 from launcher.run_status import State
-from launcher.sweep import CellRun, describe, settings_of
+from launcher.sweep import CellRun, cell_settings, describe
 from pretrain.reporting.results import HEADS
 from pretrain.rundir.metric_names import RECENT_SPEED, TRAIN_LOSS
 from pretrain.terminal.text import counted, fitted_table, format_number
@@ -163,14 +163,14 @@ def sweep_status(cells: Sequence[CellRun], width: int | None = None) -> Group:
             for name, result in zip(names, results, strict=True)
         ]
         parts += ["", Text(fitted_table(rows, width))]
-    if any(settings_of(cells)):
+    if any(cell_settings(cells)):
         parts += ["", settings_table(cells)]
     return Group(*parts, Text(describe(cells)))
 
 
 def settings_table(cells: Sequence[CellRun]) -> Table:
     """Return a row per cell with the settings in which the cells differ."""
-    texts = map(as_overrides, settings_of(cells))
+    texts = map(as_overrides, cell_settings(cells))
     names = (cell.cell.name for cell in cells)
     return plain_table(
         [{"cell": name, "settings": text} for name, text in zip(names, texts, strict=True)]

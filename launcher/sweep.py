@@ -133,7 +133,7 @@ def describe(cells: Sequence[CellRun]) -> str:
     return f"{done} of {len(cells)} cells are done{others}"
 
 
-def settings_of(cells: Sequence[CellRun]) -> list[dict[str, Any]]:
+def cell_settings(cells: Sequence[CellRun]) -> list[dict[str, Any]]:
     """Return each cell's values of the settings in which cells differ; defaults are values, too."""
     values = differing_settings([cell.config for cell in cells])
     return [{key: values[key][index] for key in values} for index in range(len(cells))]
@@ -215,7 +215,7 @@ def cells_by_nodes(
     return dict(sorted(groups.items())), num_refused
 
 
-def array_of(
+def array_job(
     cells: Sequence[CellRun],
     num_nodes: int,
     cluster: ClusterConfig,

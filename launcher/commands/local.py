@@ -7,7 +7,7 @@ from pathlib import Path
 
 from foundation.cli import add_experiment, check_least
 from launcher.local_run import train_here
-from launcher.restart_policy import add_policy_arguments, policy_of
+from launcher.restart_policy import add_policy_arguments, requested_policy
 from pretrain.checkpoint.facts import add_from_step
 from pretrain.terminal.log import add_log_level_argument, set_up_logging
 
@@ -37,6 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.run_dir,
         arguments.ranks,
         arguments.overrides,
-        policy_of(arguments),
+        requested_policy(arguments),
         arguments.from_step,
     )

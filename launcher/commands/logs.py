@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             return _follow(arguments, run_dir.logs, rank)
         except KeyboardInterrupt:
             return 0
-    path = _log_of(attempt, rank) if attempt else _job_log(run_dir.logs)
+    path = _rank_log(attempt, rank) if attempt else _job_log(run_dir.logs)
     if path is None:
         raise ConfigError(f"{run_dir.logs} contains no logs yet; the run is {state.description}")
     for line in _last_lines(path, arguments.lines):
@@ -96,7 +96,7 @@ def _chosen(logs: Path, number: int | None = None) -> AttemptFiles | None:
     return attempts[number]
 
 
-def _log_of(attempt: AttemptFiles, rank: int) -> Path:
+def _rank_log(attempt: AttemptFiles, rank: int) -> Path:
     """Return one rank's log; ConfigError if there is no such rank."""
     logs = attempt.logged_ranks()
     if not logs:
@@ -147,7 +147,7 @@ def _sources(
     if attempt:
         logs = attempt.logged_ranks()
         if arguments.rank is not None:
-            logs = {arguments.rank: _log_of(attempt, arguments.rank)}
+            logs = {arguments.rank: _rank_log(attempt, arguments.rank)}
         ended = find_events(run_dir.ledger.read(), AttemptEnded)
         first = {end.attempt_number: end.first_failure for end in ended}.get(attempt.number)
         if first is not None and first in logs:
@@ -192,7 +192,7 @@ def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
             checked = time.monotonic()
             (state,) = read_states([arguments.run])
             if latest and not path and state.ranks is not None and rank >= state.ranks:
-                _log_of(latest, rank)  # raises: this rank will never have a log
+                _rank_log(latest, rank)  # raises: this rank will never have a log
             if not state.is_active:
                 ending = state.description  # print once more before the end: lines may have come
         time.sleep(_POLL_SECONDS)

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file; print where its numbers come from."""
     require_yaml_name(arguments.cluster)
     refuse_overwrite(arguments.cluster)
-    partition = _partition_of(arguments.partition)
+    partition = _chosen_partition(arguments.partition)
     write_new(arguments.cluster, as_file(partition, arguments.cluster))
     source = f"partition {partition.name}" if partition else f"{HERE}, as there is no Slurm here"
     print(
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _partition_of(name: str | None) -> Partition | None:
+def _chosen_partition(name: str | None) -> Partition | None:
     """Return the named partition, or the default one; None without Slurm."""
     try:
         partitions = Slurm().partitions()

@@ -246,7 +246,7 @@ def pair_up(
     for node in {one.node for one in measured if one.problem}:
         del ranks[node]
     results, unresponsive = [], set()
-    rounds = [*rounds_of(list(ranks)), *([[tuple(ranks)]] if len(ranks) > 2 else [])]
+    rounds = [*pair_rounds(list(ranks)), *([[tuple(ranks)]] if len(ranks) > 2 else [])]
     for number, pairs in enumerate(rounds):
         if len(pairs[0]) > 2:
             pairs = [tuple(node for node in pairs[0] if node not in unresponsive)]
@@ -327,7 +327,7 @@ class NodeReport:
     shared_memory: int | None = None
 
 
-def rounds_of(nodes: Sequence[str]) -> list[list[tuple[str, ...]]]:
+def pair_rounds(nodes: Sequence[str]) -> list[list[tuple[str, ...]]]:
     """Return every pair once, in rounds where no node is in two pairs; a single node alone."""
     if len(nodes) < 2:
         return [[tuple(nodes)]] if nodes else []

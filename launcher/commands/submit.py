@@ -12,7 +12,7 @@ from pathlib import Path
 from foundation.cli import add_experiment
 from foundation.errors import ConfigError
 from foundation.settings import load_config
-from launcher.restart_policy import add_policy_arguments, policy_of
+from launcher.restart_policy import add_policy_arguments, requested_policy
 from launcher.slurm.sbatch import Job, Snapshot, check_run, missing_notes, quote, render
 from launcher.slurm.submission import submit
 from launcher.supervisor import is_done_already
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Submit; print the job and the run directory; return 0."""
-    policy = policy_of(arguments)  # ConfigError here rather than in the job
+    policy = requested_policy(arguments)  # ConfigError here rather than in the job
     config = with_absolute_paths(load_config(RunConfig, arguments.experiment, arguments.overrides))
     if arguments.name:
         config = replace(config, name=arguments.name)

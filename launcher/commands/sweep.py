@@ -14,16 +14,16 @@ from launcher.slurm.sbatch import missing_notes
 from launcher.stop_signals import StopSignals
 from launcher.sweep import (
     CellRun,
-    array_of,
+    array_job,
     can_begin,
     can_start,
+    cell_settings,
     cells_by_nodes,
     describe,
     longest_first,
     read_cells,
     refuse_other_cells,
     run_cells,
-    settings_of,
     submit_array,
 )
 from pretrain.config.cluster import load_cluster, parse_nodes
@@ -91,7 +91,7 @@ def run_status(arguments: argparse.Namespace) -> Answer:
         terminal.print(sweep_status(cells))
     values = [
         {"cell": cell.cell.name, "settings": settings, **cell.state.tree}
-        for cell, settings in zip(cells, settings_of(cells), strict=True)
+        for cell, settings in zip(cells, cell_settings(cells), strict=True)
     ]
     return Answer(table.get().rstrip("\n"), values)
 
@@ -151,7 +151,7 @@ def _submit(
     live = {str(cell.state.job).partition("_")[0] for cell in cells if cell.state.is_active}
     after = ":".join(sorted(live - {"None"})) if arguments.jobs else None
     for count, group in groups.items():
-        job, script = array_of(group, count, cluster, sweep.name, runs, arguments.jobs, after)
+        job, script = array_job(group, count, cluster, sweep.name, runs, arguments.jobs, after)
         if arguments.dry_run:
             print(script, end="")
             continue

@@ -209,7 +209,7 @@ class Slurm:
         result = self._run(["scontrol", "show", "job", job])
         if result.returncode and "invalid job id" in result.stderr.lower():
             return {}
-        fields = {} if result.returncode else fields_of_job(result.stdout)
+        fields = {} if result.returncode else job_fields(result.stdout)
         if not fields:
             said = _one_line(result.stderr) or _shown(result.stdout)
             raise SlurmUnreachable(f"scontrol failed: {said}")
@@ -383,7 +383,7 @@ def records_in(printed: str, num_fields: int) -> list[list[str]]:
     return records
 
 
-def fields_of_job(printed: str) -> dict[str, str]:
+def job_fields(printed: str) -> dict[str, str]:
     """Return the fields of the first job that `scontrol show job` prints; none if they are cut."""
     _, begin, rest = printed.partition("JobId=")
     record = (begin + rest).partition("\n\nJobId=")[0]  # texts of users may have empty lines

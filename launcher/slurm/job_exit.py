@@ -110,7 +110,7 @@ def is_allocated(job: Mapping[str, str], restart: int, began: str = "") -> bool:
     return runs and is_of_start(job, restart, began)
 
 
-def ending_of(
+def job_ending(
     job: Mapping[str, str], restart: int, log: str, was_warned: bool = False, began: str = ""
 ) -> JobEnding:
     """Return why the job's start number `restart`, which has to stop, ends.
@@ -305,7 +305,7 @@ class JobExit:
         deadline = self._clock.now() + NODE_NAME_SECONDS
         while True:
             log = _said_by_slurm(self._run_dir.logs, job_log)
-            ending = ending_of(fields, self._job.restart, log, was_warned, self.began)
+            ending = job_ending(fields, self._job.restart, log, was_warned, self.began)
             if ending.reason is JobEndReason.PROLOG_FAILED:
                 return replace(ending, node=self._drained_by_prolog())
             is_named = ending.reason is not JobEndReason.NODE_FAILED or ending.node

@@ -11,7 +11,12 @@ from pathlib import Path
 
 from foundation.errors import EXIT_USER_ERROR, ConfigError, UserError
 from foundation.settings import load_config
-from launcher.restart_policy import RestartPolicy, StartAgain, add_policy_arguments, policy_of
+from launcher.restart_policy import (
+    RestartPolicy,
+    StartAgain,
+    add_policy_arguments,
+    requested_policy,
+)
 from launcher.slurm.client import Slurm
 from launcher.slurm.former_starts import (
     attempts_without_progress,
@@ -64,7 +69,7 @@ class Site:
 def run(arguments: argparse.Namespace, site: Site | None = None) -> int:
     """Train inside this job; return the exit status."""
     set_up_logging("supervisor", arguments.log_level)
-    policy, num_spare = policy_of(arguments), arguments.spare_nodes
+    policy, num_spare = requested_policy(arguments), arguments.spare_nodes
     return JobSupervisor(arguments.run_dir, policy, num_spare, site or Site()).run()
 
 

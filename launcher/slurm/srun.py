@@ -400,10 +400,10 @@ def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Pro
                 probe.wait()
         printed.seek(0)
         said = printed.read(LARGEST_LINE_BYTES).decode(errors="replace")
-    return answers_of(step.nodes, said, f" in {seconds:.0f} s" if is_late else "")
+    return probe_answers(step.nodes, said, f" in {seconds:.0f} s" if is_late else "")
 
 
-def answers_of(nodes: Sequence[str], said: str, late: str = "") -> Probe:
+def probe_answers(nodes: Sequence[str], said: str, late: str = "") -> Probe:
     """Return what these nodes answered: each prints how far its probe has come."""
     last = dict(_ANSWER.findall(said))
     problems = {

@@ -16,7 +16,7 @@ import pytest
 from foundation.files import write_json
 from launcher.cli import main
 from launcher.commands import preflight
-from launcher.commands.preflight import PairResult, pair_up, rate_nodes, rounds_of, srun_line
+from launcher.commands.preflight import PairResult, pair_rounds, pair_up, rate_nodes, srun_line
 from pretrain.config.cluster import ClusterConfig
 from pretrain.processes.node_check import failure_reason
 from pretrain.processes.node_findings import (
@@ -158,9 +158,9 @@ def pairs(**odd: PairResult | float | str) -> list[PairResult]:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
 def test_every_pair_is_measured_once_and_no_node_twice_at_a_time(count):
-    assert rounds_of(["n1"]) == [[("n1",)]], "a single node is measured alone"
+    assert pair_rounds(["n1"]) == [[("n1",)]], "a single node is measured alone"
     nodes = [f"n{number}" for number in range(count)]
-    rounds = rounds_of(nodes)
+    rounds = pair_rounds(nodes)
     measured = [frozenset(pair) for pairs in rounds for pair in pairs]
     assert sorted(map(sorted, measured)) == sorted(map(sorted, combinations(nodes, 2)))
     for pairs_at_once in rounds:

@@ -19,7 +19,7 @@ from launcher.slurm.former_starts import (
     node_to_exclude,
     refusal_of_futile_starts,
 )
-from launcher.slurm.job_exit import JobEnding, JobExit, ending_of, excluded_nodes, is_allocated
+from launcher.slurm.job_exit import JobEnding, JobExit, excluded_nodes, is_allocated, job_ending
 from launcher.slurm.srun import Step
 from launcher.stop_signals import StopSignals, StopWhileWaiting
 from pretrain.config.cluster import ClusterConfig
@@ -200,7 +200,7 @@ NO_REQUEUE = {"Requeue": "0"}
 def test_why_a_job_ends_and_who_requeues_it(fields, log, was_warned, reason, flags):
     expected = JobEnding(JobEndReason(reason), requeue=False)
     expected = replace(expected, **dict.fromkeys(flags.split(), True))
-    assert ending_of(fields, 2, log, was_warned) == expected
+    assert job_ending(fields, 2, log, was_warned) == expected
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_start_has_its_nodes_while_slurm_says_so_of_this_very_start(fields, ex
 
 def test_a_failed_node_is_named():
     log = "*** JOB 3 ON n1 CANCELLED AT T DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"
-    ending = ending_of(REQUEUED, 2, f"srun: error: Node failure on n2\n{log}\n")
+    ending = job_ending(REQUEUED, 2, f"srun: error: Node failure on n2\n{log}\n")
     assert ending == JobEnding(JobEndReason.NODE_FAILED, requeue=False, node="n2")
 
 

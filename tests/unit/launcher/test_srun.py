@@ -24,10 +24,10 @@ from launcher.slurm.srun import (
     RankEnd,
     RankEnds,
     Step,
-    answers_of,
     ended_from_outside,
     failed_nodes,
     first_failure,
+    probe_answers,
     probe_nodes,
     srun_command,
 )
@@ -220,7 +220,7 @@ SAID = "Welcome!\nxl|n1|begun|lx\nxl|n2|begun|lx\nxl|n1|sees|lx\nsrun: error: n2
     ],
 )
 def test_a_probe_tells_how_far_each_node_has_come(said, problems):
-    probe = answers_of(STEP.nodes, said)
+    probe = probe_answers(STEP.nodes, said)
     assert probe.needs_new_start is (problems is None)
     assert problems is None or probe.problems == problems
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from launcher.cli import main
 from launcher.slurm.sbatch import Snapshot
 from launcher.status_tables import sweep_status
-from launcher.sweep import CellRun, array_of, cells_by_nodes, describe, longest_first, read_cells
+from launcher.sweep import CellRun, array_job, cells_by_nodes, describe, longest_first, read_cells
 from pretrain.checkpoint.directory import step_directory
 from pretrain.cli import main as pretrain
 from pretrain.config.cluster import ClusterConfig, NodeRange
@@ -111,10 +111,10 @@ def test_a_cell_without_its_corpus_keeps_no_other_one_from_running(sweep, capsys
 def test_an_arrays_name_follows_from_its_cells_and_what_they_were_submitted_as_before(sweep):
     cells = [cells_of(sweep)[index] for index in (0, 2)]
     runs = sweep.parent / "runs"
-    first, script = array_of(cells, 1, CLUSTER, "three", runs, at_a_time=None)
-    again, _ = array_of(cells, 1, CLUSTER, "three", runs, at_a_time=None)
+    first, script = array_job(cells, 1, CLUSTER, "three", runs, at_a_time=None)
+    again, _ = array_job(cells, 1, CLUSTER, "three", runs, at_a_time=None)
     cells[0] = replace(cells[0], state=replace(cells[0].state, job="17_0"))
-    retried, _ = array_of(cells, 1, CLUSTER, "three", runs, at_a_time=None)
+    retried, _ = array_job(cells, 1, CLUSTER, "three", runs, at_a_time=None)
     assert first.name == again.name != retried.name
     assert "#SBATCH --array=0-1\n" in script
     assert f" --job-name={first.name}\n" in script
