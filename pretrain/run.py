@@ -342,15 +342,9 @@ def _train_from(
     batches = skip_windows(stream, segments_consumed(state.step, windows), windows)
     with checkpointer, Prefetcher(batches) as prefetcher:
         process.heartbeat.beat(state.step, "train")
+        may_write, copy = process.fence.check, process.copy
         metrics = MetricsRecorder(
-            config,
-            run_dir,
-            world,
-            state,
-            prefetcher,
-            engine.module,
-            process.fence.check,
-            process.copy,
+            config, run_dir, world, state, prefetcher, engine.module, may_write, copy
         )
         parts = Parts(
             config=config,
@@ -377,18 +371,22 @@ def _train_from(
         local.remove()
     with raise_on_all_ranks():
         if world.is_main:
-            run_dir.ledger.append(
-                TrainingEnded(
-                    outcome=outcome,
-                    step=state.step,
-                    lanes=config.data.lanes,
-                    lane_seed=lane_seed,
-                    segment_length=config.data.segment_length,
-                    tokens_of_corpora=tokens_of_corpora,
-                    **where,
-                )
+            event = TrainingEnded(
+                outcome=outcome,
+                step=state.step,
+                lanes=config.data.lanes,
+                lane_seed=lane_seed,
+                segment_length=config.data.segment_length,
+                tokens_of_corpora=tokens_of_corpora,
+                **where,
             )
-            _log(outcome, config, run_dir, state.step)
+            run_dir.ledger.append(event)
+            if outcome is Outcome.FINISHED:
+                logger.info("finished; metrics in %s", run_dir.metrics)
+            elif outcome is Outcome.STOPPED:
+                logger.info("stopped and saved; rerun the command to resume")
+            else:
+                logger.info(describe_phase(config, state.step))
     return outcome
 
 
@@ -434,15 +432,6 @@ def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> d
     own = torch.tensor(list(counts.values()), dtype=torch.int64, device=world.device)
     total = sum_over_ranks(own)
     return dict(zip(counts, total.tolist(), strict=True))
-
-
-def _log(outcome: Outcome, config: RunConfig, run_dir: RunDir, step: int) -> None:
-    if outcome is Outcome.FINISHED:
-        logger.info("finished; metrics in %s", run_dir.metrics)
-    elif outcome is Outcome.STOPPED:
-        logger.info("stopped and saved; rerun the command to resume")
-    else:
-        logger.info(describe_phase(config, step))
 
 
 def set_threads_of_rank() -> None:

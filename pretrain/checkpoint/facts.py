@@ -110,10 +110,8 @@ def choose_candidate(
     than the newest fact of run directory or store, or if there are candidates and all have
     problems. `asked` is the step of `--from-step`: that one or none, whatever is newer.
     """
-    whole = sorted(
-        (candidate for candidate in candidates if not candidate.problem),
-        key=lambda candidate: (-candidate.step, _ORDER.index(candidate.destination)),
-    )
+    whole = [candidate for candidate in candidates if not candidate.problem]
+    whole.sort(key=lambda candidate: (-candidate.step, _ORDER.index(candidate.destination)))
     least = newest(facts, Destination.RUN_DIRECTORY, Destination.STORE)
     if asked == 0 or (asked is None and not least and not candidates):
         return None

@@ -87,9 +87,8 @@ def find_resume_point(
         try:
             checkpoint = look.find(failed)
         except UnreadableError as error:
-            problem = next(
-                (candidate.problem for candidate in look.refused), str(error)
-            )  # on rank 0
+            rejected = look.rejected  # on rank 0
+            problem = rejected[0].problem if rejected else str(error)
             outage.failed(problem, WAITS, "check the disk or file server")
             if broadcast_value(outage.is_over_patience, bool):  # rank 0's clock decides
                 look.report()
@@ -122,12 +121,10 @@ class _Look:
     stores: dict[str, tuple[ObjectStore, MirrorIndex]] = field(default_factory=dict)
 
     @property
-    def refused(self) -> list[Candidate]:
+    def rejected(self) -> list[Candidate]:
         """The candidates with problems, the latest first (rank 0)."""
-        return sorted(
-            (candidate for candidate in self.candidates if candidate.problem),
-            key=lambda candidate: -candidate.step,
-        )
+        rejected = [candidate for candidate in self.candidates if candidate.problem]
+        return sorted(rejected, key=lambda candidate: -candidate.step)
 
     def find(self, failed: Collection[Candidate]) -> Checkpoint | None:
         """Return the first candidate that all ranks verify; CheckpointError if refused."""
@@ -151,8 +148,6 @@ class _Look:
                 refused = replace(candidate, problem=str(error), may_pass=may_pass)
                 self.candidates[self.candidates.index(candidate)] = refused
 
-    # --------------------------------------------------------------------------- what is there
-
     def _list(self, failed: Collection[Candidate]) -> None:
         local = self.local.offered(self.before) if self.local else []
         with raise_on_all_ranks():
@@ -169,18 +164,10 @@ class _Look:
             self._add(local, Destination.NODES, Destination.NODES.value)
             for url in self.past.stores:
                 self._list_store(url)
-            problems = {
-                (candidate.step, candidate.destination): candidate.problem for candidate in failed
-            }
-            self.candidates = [
-                replace(
-                    candidate,
-                    problem=problems.get(
-                        (candidate.step, candidate.destination), candidate.problem
-                    ),
-                )
-                for candidate in self.candidates
-            ]
+            problems = {(known.step, known.destination): known.problem for known in failed}
+            for number, candidate in enumerate(self.candidates):
+                if problem := problems.get((candidate.step, candidate.destination)):
+                    self.candidates[number] = replace(candidate, problem=problem)
 
     def _add(self, steps: Sequence[int], destination: Destination, where: str) -> None:
         self.candidates += [
@@ -199,7 +186,7 @@ class _Look:
             if index.run != self.run_id:
                 return  # nothing is uploaded there, either
             steps = []
-            for step in (candidate.step for candidate in index.checkpoints):
+            for step in (stored.step for stored in index.checkpoints):
                 later = step > least and self.before is None and self.past.asked is None
                 if not later or self._is_fact(store, index, step):
                     steps.append(step)
@@ -242,8 +229,6 @@ class _Look:
             return True
         self.candidates.append(Candidate(step, Destination.STORE, store.url, problem))
         return False
-
-    # ---------------------------------------------------------------------------- one candidate
 
     def _get(self, candidate: Candidate) -> Checkpoint:
         """Return the candidate once all ranks have verified it. A collective."""
@@ -309,25 +294,20 @@ class _Look:
             for problem in problems:
                 raise problem
 
-    # ------------------------------------------------------------------------------------ words
-
     def report(self, checkpoint: Checkpoint | None = None) -> None:
         """Log what was rejected and what is used instead; note it in what is on disk."""
         if not self.world.is_main:
             return
-        for candidate in self.refused:
-            is_repaired = checkpoint is not None and checkpoint.step == candidate.step
+        for candidate in self.rejected:
+            step, problem = candidate.step, candidate.problem
+            is_repaired = checkpoint is not None and checkpoint.step == step
             if candidate.destination is Destination.RUN_DIRECTORY and not is_repaired:
-                directory = files.step_directory(self.root, candidate.step)
-                refuse(directory, candidate.problem, step_name(checkpoint), self.world)
+                directory = files.step_directory(self.root, step)
+                refuse(directory, problem, step_name(checkpoint), self.world)
             elif candidate.destination is Destination.NODES:
-                logger.warning(
-                    "local checkpoints of step %d are not used: %s",
-                    candidate.step,
-                    candidate.problem,
-                )
+                logger.warning("local checkpoints of step %d are not used: %s", step, problem)
             elif not candidate.may_pass:
-                logger.warning("%s", rejection(candidate.problem, step_name(checkpoint)))
+                logger.warning("%s", rejection(problem, step_name(checkpoint)))
 
     def settle(self, checkpoint: Checkpoint | None) -> None:
         """Let later steps than the start's count for nothing, until a save replaces them."""

@@ -82,13 +82,13 @@ def max_over_ranks(own: Tensor, tag: int = LOOP_TAG) -> Tensor:
     return known
 
 
-def gather_rows(own: Tensor, tag: int = LOOP_TAG) -> Tensor:
+def gather_rows(own: Tensor) -> Tensor:
     """Return the ranks' tensors, of equal shapes, as rows in rank order.
 
     Before round k a rank has 2^k rows: its own and the next ranks' (Bruck et al. 1997).
     """
     world_size = dist.get_world_size()
-    messages, known = _Messages(tag), own[None].contiguous()
+    messages, known = _Messages(LOOP_TAG), own[None].contiguous()
     while len(known) < world_size:
         count = min(len(known), world_size - len(known))
         received = known.new_empty(count, *own.shape)

@@ -113,7 +113,6 @@ class Heartbeat:
         directory: Path,
         rank: int,
         watchdog_timeout_seconds: float,
-        final_report: Callable[[], object] = lambda: None,
         local_rank: int = 0,
         phase: Phase = "start",
     ) -> None:
@@ -121,7 +120,7 @@ class Heartbeat:
         self._rank, self._local_rank = rank, local_rank
         self._file: int | None = None  # stays open: closing would sync it over a network
         self._watchdog_timeout_seconds = watchdog_timeout_seconds
-        self.final_report = final_report
+        self.final_report: Callable[[], object] = lambda: None  # before the watchdog's end
         self._watchdog: Watchdog | None = None
         self._beat: tuple[float, int, Phase] = (time.time(), 0, phase)
         self._closing = threading.Event()

@@ -58,13 +58,13 @@ def attempt_history(ledger: Sequence[Event]) -> AttemptHistory:
     return AttemptHistory(standing, limit if unknown is None else unknown)
 
 
-def published_facts(ledger: Sequence[Event], root: str, nodes: str = "nodes' disks") -> list[Fact]:
+def published_facts(ledger: Sequence[Event], root: str) -> list[Fact]:
     """Return what the run has published and not undone; `root` names the run directory's.
 
     Starts of earlier versions recorded only the step where they began, and where they ended.
     """
     history, facts, tells = attempt_history(ledger), list[Fact](), False
-    names = {Destination.RUN_DIRECTORY: root, Destination.NODES: nodes}
+    names = {Destination.RUN_DIRECTORY: root, Destination.NODES: Destination.NODES.value}
     for event in ledger:
         if (back_to := _back_to(event)) is not None:
             facts = [fact for fact in facts if fact.step <= back_to]

@@ -209,13 +209,8 @@ class RunDir:
             urls = []  # a new run
         asked = asked_step(ledger)
         uploaded = {event.step for event in find_events(ledger, Mirrored) if not event.problem}
-        return Past(
-            tuple(facts),
-            attempt_history(ledger),
-            asked,
-            tuple(dict.fromkeys(urls)),
-            tuple(sorted(uploaded)),
-        )
+        stores, history = tuple(dict.fromkeys(urls)), attempt_history(ledger)
+        return Past(tuple(facts), history, asked, stores, tuple(sorted(uploaded)))
 
     def ask_to_resume_from(self, step: int) -> None:
         """Record that a user gives up what the run has published after `step`."""

@@ -225,7 +225,8 @@ def wait_for_ever():
 stop = StopRequest()
 say = lambda: print("final report", file=sys.stderr)
 heartbeats = Path(sys.argv[1])
-with Heartbeat(heartbeats, 3, float(sys.argv[2]), final_report=say, local_rank=1) as heartbeat:
+with Heartbeat(heartbeats, 3, float(sys.argv[2]), local_rank=1) as heartbeat:
+    heartbeat.final_report = say
     while not (heartbeats / "ranks-from-00002.jsonl").exists():
         time.sleep(0.02)
     heartbeat.beat(5, "save")
