@@ -31,16 +31,16 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("send_signal", {"after": 140.0, "number": 10, "to_ranks": False}),
     ],
     "storage that failed three times was evidence against the run": [
-        ("plan_attempts", {"kinds": ["storage"] * 4}),
+        ("plan_attempts", {"kinds": ["storage"] * 4})
     ],
     "ranks that never started three times were a run without progress": [
-        ("plan_attempts", {"kinds": ["unstarted", "unlaunched", "unstarted", "unlaunched"]}),
+        ("plan_attempts", {"kinds": ["unstarted", "unlaunched", "unstarted", "unlaunched"]})
     ],
     "a job that launches no more steps burnt its attempts": [
-        ("plan_attempts", {"kinds": ["step limit"] * 2}),
+        ("plan_attempts", {"kinds": ["step limit"] * 2})
     ],
     "a job that gave up in place of a requeue exited as if it had been requeued": [
-        ("plan_attempts", {"kinds": ["step limit"] * 4}),
+        ("plan_attempts", {"kinds": ["step limit"] * 4})
     ],
     "a supervisor that was killed while storage was away failed at its next start": [
         ("kill_supervisor", {"after": 2.0}),

@@ -280,11 +280,7 @@ def toy_runs(store: ToyStore, plan: Plan) -> Iterator[None]:
         (pretrain.run, "gc", types.SimpleNamespace(collect=lambda: None)),
         (pretrain.metrics.recorder, "measured_matmul_peak", lambda *arguments: 1e9),
         (pretrain.metrics.recorder.SlownessMeter, "_tick", lambda *arguments: None),
-        (
-            pretrain.recovery.start_record,
-            "own_environment",
-            lambda *_: {"hosts of NCCL": "toy"},
-        ),
+        (pretrain.recovery.start_record, "own_environment", lambda *_: {"hosts of NCCL": "toy"}),
         (pretrain.recovery.start_record, "code_version", lambda *arguments: "toy"),
         (foundation.settings, "get_type_hints", cache(get_type_hints)),
         (pretrain.rundir.run_dir, "load_config", _cached_load_config),
