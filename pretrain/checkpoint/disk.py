@@ -96,7 +96,7 @@ class Disk:
         step = index["step"]
         final = files.step_directory(self.root, step)
         if self.relies_on is not None:
-            sync_file(self.relies_on)
+            sync_file(self.relies_on)  # else a start would find the step without its metrics
         publish(self.partial(step), final, dict(index), reports, self.may_write)
         self.tell(step, self.destination)
 

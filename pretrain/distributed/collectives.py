@@ -82,7 +82,7 @@ def broadcast_value(value: T, kind: Any) -> T:
     if dist.get_world_size() == 1:
         return value
     message = _encoded(value)
-    size = torch.tensor([message.numel()])
+    size = torch.tensor([message.numel()])  # the others have to make room first
     dist.broadcast(size, src=0)
     if dist.get_rank() != 0:
         message = torch.empty(_checked_size(0, size), dtype=torch.uint8)
@@ -94,6 +94,7 @@ def gather_values(value: T, kind: Any) -> list[T]:
     """Return the small values of all ranks, in rank order, as `broadcast_value` passes them."""
     if dist.get_world_size() == 1:
         return [value]
+    # Rows are of equal length: the sizes go first, then messages padded to the longest.
     message = _encoded(value)
     sizes = gather_rows(torch.tensor([message.numel()]))
     lengths = [_checked_size(rank, size) for rank, size in enumerate(sizes)]
@@ -115,6 +116,7 @@ def gather_present(value: T | None, kind: Any) -> list[T]:
 def raise_on_all_ranks() -> Iterator[None]:
     """Run the block on every rank; if any raises a UserError or an OSError, every rank raises the
     first one."""
+    # A rank that raised alone would leave the others waiting for it in their next collective.
     problem, cause = None, None
     try:
         yield
