@@ -35,7 +35,7 @@ def train_here(
     config = load_config(RunConfig, experiment, overrides)
     accumulation_steps(config, num_ranks)  # ConfigError before anything starts
     path, stop = path or Path("runs") / config.name, StopSignals()
-    run_dir = RunDir(path, stop.patience(config.checkpoint.storage_patience_seconds))
+    run_dir = RunDir(path, stop.retry(config.checkpoint.storage_patience_seconds))
     command = train_command(experiment, run_dir.path, *overrides)
     existed = run_dir.path.exists()
     refuse_foreign_run(run_dir.path)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from foundation.interruption import ONE_PRESS_SECONDS
-from pretrain.checkpoint.storage_outage import CLOCK, Clock, Patience
+from pretrain.checkpoint.storage_retry import CLOCK, Clock, StorageRetry
 
 HOLDER = "launcher"  # of the lock RUN/launcher.lock
 
@@ -43,9 +43,9 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def patience(
+    def retry(
         self, seconds: float, meanwhile: Callable[[], None] = lambda: None, clock: Clock = CLOCK
-    ) -> Patience:
+    ) -> StorageRetry:
         """Return how a supervisor waits for its run directory, with a call about once a second:
         unlike a rank, which has a checkpoint to save, until a request to stop raises
         StopWhileWaiting."""
@@ -55,7 +55,7 @@ class StopSignals:
             if self.requests:
                 raise StopWhileWaiting
 
-        return Patience(seconds, while_waiting=poll, clock=clock)
+        return StorageRetry(seconds, while_waiting=poll, clock=clock)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -23,7 +23,7 @@ from launcher.restart_policy import (
     unresponsive_rank,
 )
 from launcher.stop_signals import StopSignals, StopWhileWaiting
-from pretrain.checkpoint.storage_outage import CLOCK, Clock, outlast
+from pretrain.checkpoint.storage_retry import CLOCK, Clock, with_retries
 from pretrain.checkpoint.verify import latest_step, steps_that_count
 from pretrain.config.run import RunConfig
 from pretrain.rundir.attempt_files import list_attempts, unfinished_start
@@ -89,7 +89,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Return the exit status; StartAgain where the site or a node failed for longer than the
-        run's patience."""
+        run tries."""
         # After the highest that left logs, so that no log is written twice.
         numbers = (attempt.number for attempt in list_attempts(self.run_dir.logs))
         self._number = max(numbers, default=-1)
@@ -108,14 +108,14 @@ class Supervisor:
 
     def _make_attempt(self) -> int | None:
         """Make an attempt and wait for the next one; return the exit status if none follows."""
-        run_dir, patience = self.run_dir, self.run_dir.patience
+        run_dir, retry = self.run_dir, self.run_dir.retry
         self._number += 1
         if run_dir.path.exists():  # else the first attempt tells what is wrong
-            outlast(patience, run_dir.check_writable)
-        before = outlast(patience, self._latest_step)
+            with_retries(retry, run_dir.check_writable)
+        before = with_retries(retry, self._latest_step)
         if not self.is_allocated():
             return EXIT_STOPPED
-        ranks = outlast(patience, lambda: self.start(self._number))
+        ranks = with_retries(retry, lambda: self.start(self._number))
         statuses = tuple(ranks.wait(meanwhile=self._stopper(ranks)))
         ended = self._decided(statuses, ranks, before)
         if ended.next not in (NextAction.FINISHED, NextAction.STOPPED) and not self.is_allocated():
@@ -150,7 +150,7 @@ class Supervisor:
     def _decided(self, statuses: tuple[int, ...], ranks: Ranks, before: int) -> AttemptEnded:
         """Return how the attempt ended, and what follows."""
         run_dir = self.run_dir
-        after = outlast(run_dir.patience, self._latest_step)
+        after = with_retries(run_dir.retry, self._latest_step)
         is_complete = False  # nor is a run whose directory has vanished
         if not any(statuses) and run_dir.exists():
             is_complete = after >= run_dir.config.optim.steps
@@ -166,7 +166,7 @@ class Supervisor:
             self.policy,
             stop_requested=self.stop.requests > 0 or ranks.was_stopped,
             is_complete=is_complete,
-            may_wait=self._waits_since is None or self._waited < run_dir.patience.seconds,
+            may_wait=self._waits_since is None or self._waited < run_dir.retry.seconds,
             can_requeue=can_requeue,
         )
         is_hung = any(map(ended_by_watchdog, statuses))

@@ -32,4 +32,4 @@ class TrainingError(UserError):
 
 
 class StorageError(UserError):
-    """Storage failed for longer than the run's patience, or until the run was asked to stop."""
+    """Storage failed for longer than the run tries, or until the run was asked to stop."""

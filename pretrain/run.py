@@ -34,7 +34,7 @@ from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.mirror import Mirror, mirror_url
 from pretrain.checkpoint.resume_point import find_resume_point, refuse
-from pretrain.checkpoint.storage_outage import Patience, outlast
+from pretrain.checkpoint.storage_retry import StorageRetry, with_retries
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.evaluation_sets import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.phases import (
@@ -198,8 +198,8 @@ def _rank_process(
         stop = StopRequest()  # before anything waits for storage
         stack.callback(stop.restore_handlers)
         seconds = config.checkpoint.storage_patience_seconds
-        patience = Patience(seconds, heartbeat.repeat, lambda: stop.count)
-        run_dir = RunDir(directory, patience)
+        retry = StorageRetry(seconds, heartbeat.repeat, lambda: stop.count)
+        run_dir = RunDir(directory, retry)
         with raise_on_all_ranks():  # a run directory that is rejected is every rank's error
             if world.is_main:
                 check_wandb(config.metrics.wandb_project)
@@ -216,7 +216,7 @@ def _rank_process(
         fence = Fence(run_dir.path, broadcast_value(token or secrets.token_hex(4), str))
         with raise_on_all_ranks():
             if world.is_main and token is None:
-                outlast(patience, fence.claim)
+                with_retries(retry, fence.claim)
         # Ends after the heartbeat: a last upload is not a hang.
         project = config.metrics.wandb_project if world.is_main else ""
         copy = stack.enter_context(wandb_copy(run_dir, project))
@@ -240,11 +240,11 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
         event = Published(step=step, attempt=token, destination=where)
         run_dir.ledger.append_if_possible(event)
 
-    root, run_id, patience = run_dir.checkpoints, run_dir.identity.id, run_dir.patience
+    root, run_id, retry = run_dir.checkpoints, run_dir.identity.id, run_dir.retry
     disk = Disk(root, token, run_id, process.fence.check, run_dir.metrics, tell)
     local = LocalCheckpoints(process.config, disk, world, past.history)
     try:
-        checkpoint = find_resume_point(root, world, run_id, None, patience, past, local, failed)
+        checkpoint = find_resume_point(root, world, run_id, None, retry, past, local, failed)
     except CheckpointError as error:
         is_final = past.asked is not None and not isinstance(error, UnreadableError)
         if is_final and world.is_main:  # the next start need not ask for another step
@@ -326,7 +326,7 @@ def _train_from(
     """Build what the loop works with and run it; `config` is the run in the current phase."""
     run_dir, world = process.run_dir, process.world
     engine = with_fault(engine, process.fault)
-    checkpointer = Checkpointer(config, disk, world, run_dir.patience, mirror.held)
+    checkpointer = Checkpointer(config, disk, world, run_dir.retry, mirror.held)
     if checkpoint is not None:
         state = checkpointer.restore(engine, checkpoint)
     else:

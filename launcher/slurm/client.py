@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from foundation.errors import ConfigError, UserError
-from pretrain.checkpoint.storage_outage import CLOCK, Clock
+from pretrain.checkpoint.storage_retry import CLOCK, Clock
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -29,7 +29,7 @@ from launcher.slurm.former_starts import (
 from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.srun import failed_nodes
 from launcher.stop_signals import StopSignals
-from pretrain.checkpoint.storage_outage import CLOCK, Clock
+from pretrain.checkpoint.storage_retry import CLOCK, Clock
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.cluster import load_cluster, time_limit_seconds
 from pretrain.rundir.attempt_files import list_attempts
@@ -186,7 +186,7 @@ class JobExit:
         clock: Clock = CLOCK,
     ) -> None:
         self._job, self._slurm, self._clock = job, slurm or Slurm(), clock
-        self._run_dir = RunDir(run_dir)  # without patience
+        self._run_dir = RunDir(run_dir)  # each write is tried once
         self._stop = stop
         self._fence: Fence | None = None  # of the last attempt
         self._most_futile = most_futile

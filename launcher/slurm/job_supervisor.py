@@ -30,7 +30,7 @@ from launcher.slurm.sbatch import Snapshot, own_work_dirs
 from launcher.slurm.srun import Probe, SlurmRanks, Step, probe_nodes
 from launcher.stop_signals import HOLDER, StopSignals, StopWhileWaiting
 from launcher.supervisor import Supervisor, is_complete
-from pretrain.checkpoint.storage_outage import CLOCK, Clock, Patience, outlast
+from pretrain.checkpoint.storage_retry import CLOCK, Clock, StorageRetry, with_retries
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.cluster import load_cluster
 from pretrain.config.run import CheckpointConfig, RunConfig
@@ -106,13 +106,13 @@ class JobSupervisor:
     def _train(self) -> int:
         refuse_foreign_run(self._path)  # also a cell's, which others than its array may have
         # Storage may be away when the job starts, and with it the setting that says for how long.
-        usual = self._patience(CheckpointConfig().storage_patience_seconds)
+        usual = self._retry(CheckpointConfig().storage_patience_seconds)
         experiment = Snapshot(self._path).experiment
         status = EXIT_STOPPED
         with contextlib.suppress(StopWhileWaiting):
-            config = outlast(usual, lambda: load_config(RunConfig, experiment))
-            patience = self._patience(config.checkpoint.storage_patience_seconds)
-            run_dir = RunDir(self._path, patience)
+            config = with_retries(usual, lambda: load_config(RunConfig, experiment))
+            retry = self._retry(config.checkpoint.storage_patience_seconds)
+            run_dir = RunDir(self._path, retry)
             if ended := end_of_start(run_dir.ledger.read(), self._job.id, self._job.restart):
                 return self._exit.complete(ended)
             if is_complete(run_dir, config):  # the job was requeued after its end
@@ -126,8 +126,8 @@ class JobSupervisor:
         self._exit.finish(status)
         return EXIT_USER_ERROR if self._exit.has_given_up else status
 
-    def _patience(self, seconds: float) -> Patience:
-        return self._stop.patience(seconds, self._exit.poll, self._site.clock)
+    def _retry(self, seconds: float) -> StorageRetry:
+        return self._stop.retry(seconds, self._exit.poll, self._site.clock)
 
     def _await_former_ranks(self, run_dir: RunDir) -> None:
         """Wait until the ranks of a supervisor that was killed in this start of the job have ended.

@@ -21,7 +21,7 @@ from launcher.slurm.former_starts import node_to_exclude
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Snapshot, usable_nodes
 from launcher.slurm.srun import BLIND, PROGRAM, SILENT, Probe, Step, kill_silently, task_command
-from pretrain.checkpoint.storage_outage import Clock
+from pretrain.checkpoint.storage_retry import Clock
 from pretrain.config.cluster import load_cluster
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps
@@ -97,8 +97,8 @@ class NodePool:
 
     def next_step(self, meanwhile: Callable[[], None]) -> Step:
         """Return the step of the next attempt, on nodes that can run ranks now: waits for others,
-        and calls `meanwhile` often. StartAgain if the job lacks a node for longer than the run's
-        patience; ConfigError if no other job would have what is missing."""
+        and calls `meanwhile` often. StartAgain if the job lacks a node for longer than the run
+        tries; ConfigError if no other job would have what is missing."""
         if self._outlives_nodes:
             self._replace_failed()
         ledger, node_of = self._run_dir.ledger.read(), self._step.node_of
@@ -144,13 +144,13 @@ class NodePool:
                 f"the ranks' program does not start on any node ({', '.join(problems)}); "
                 f"'launcher logs {self._run_dir.path} --errors' says why"
             )
-        patience = self._run_dir.patience.seconds
-        patience = patience if has_trained else min(patience, _PATIENCE_BEFORE_TRAINING)
+        retry = self._run_dir.retry.seconds
+        retry = retry if has_trained else min(retry, _PATIENCE_BEFORE_TRAINING)
         is_settled = lacks_program and is_again and not are_all
-        if waited < patience and not is_settled:
+        if waited < retry and not is_settled:
             return
         excludable = self._excludable(list(problems))
-        if len(problems) == len(excludable) or waited >= patience:
+        if len(problems) == len(excludable) or waited >= retry:
             if not (excludable or has_trained):
                 raise ConfigError(f"{words}; all nodes have to share the disk and the environment")
             raise StartAgain(JobEndReason.NOT_STARTED, words, excludable)

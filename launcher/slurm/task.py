@@ -17,7 +17,7 @@ from pathlib import Path
 
 from foundation.errors import exit_status_of
 from foundation.files import own_file, write_text
-from pretrain.checkpoint.storage_outage import Patience, outlast
+from pretrain.checkpoint.storage_retry import StorageRetry, with_retries
 from pretrain.distributed.slurm_variables import rank_variables
 from pretrain.errors import StorageError
 from pretrain.rundir.exit_statuses import EXIT_STOPPED, describe_exit
@@ -62,9 +62,9 @@ def main() -> int:
         status = trainer.wait()
     # Whole or absent, and waiting for a full disk: the supervisor decides by it.
     seconds = STOPPING_SECONDS if stops else PATIENCE_SECONDS
-    patience = Patience(seconds, stop_requests=lambda: len(stops))
+    retry = StorageRetry(seconds, stop_requests=lambda: len(stops))
     try:
-        outlast(patience, lambda: write_status(log, status))
+        with_retries(retry, lambda: write_status(log, status))
     except StorageError as error:
         print(f"error: rank {rank} {describe_exit(status)}, not written: {error}", file=sys.stderr)
     if status not in (0, EXIT_STOPPED):

@@ -27,7 +27,7 @@ from pretrain.checkpoint.load import (
 )
 from pretrain.checkpoint.replicas import non_finite_name, require_equal_replicas, require_finite
 from pretrain.checkpoint.save import RankFile, Save, new_index, owned_fragments
-from pretrain.checkpoint.storage_outage import ANY_REMEDY, Outage, Patience
+from pretrain.checkpoint.storage_retry import ANY_REMEDY, StorageRetry, WriteFailures
 from pretrain.checkpoint.tensor_layout import HostBuffer
 from pretrain.checkpoint.transfer import RankReports, SaveProblem
 from pretrain.checkpoint.verify import steps_that_count
@@ -54,8 +54,8 @@ class Checkpointer:
     Leaving the context cancels a save in progress, so call `finish` before.
 
     A save that storage does not take is given up, with a warning; the loop asks `is_to_try_again`
-    and saves a later step instead. Once saves have failed for longer than the `patience`, every
-    rank raises StorageError.
+    and saves a later step instead. Once saves have failed for the time of `retry`, every rank
+    raises StorageError.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Checkpointer:
         run: RunConfig,
         disk: Disk,
         world: World,
-        patience: Patience | None = None,
+        retry: StorageRetry | None = None,
         held: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         self._run, self._disk, self._world = run, disk, world
@@ -73,7 +73,7 @@ class Checkpointer:
         self._saves = 0  # that were started
         self._saver = Worker("save")
         self._remover = Worker("removal")  # of old checkpoints, which no save waits for
-        self._outage = Outage(patience or Patience())
+        self._failures = WriteFailures(retry or StorageRetry())
         self._held = held
         self._published_step = 0  # of the last save that all ranks finished, or were restored from
 
@@ -124,10 +124,10 @@ class Checkpointer:
 
     def until_published(self, save: Callable[[], bool]) -> None:
         """Return when what `save` saves is published, however often it takes."""
-        self._outage.run_waits()
+        self._failures.run_waits()
         while not (save() and self.finish()):
             with raise_on_all_ranks():  # one rank that is asked to stop ends the wait of all
-                self._outage.pause()
+                self._failures.pause()
 
     def wait_for_copy(self) -> None:
         """Return when engine and memories may change: what is being saved has been copied."""
@@ -142,7 +142,7 @@ class Checkpointer:
     @property
     def is_to_try_again(self) -> bool:
         """Whether a save has failed and it is time for another; ranks can differ."""
-        return self._save is None and self._outage.is_due
+        return self._save is None and self._failures.is_due
 
     @property
     def last_step(self) -> int:
@@ -165,7 +165,7 @@ class Checkpointer:
         save, self._save = self._save, None
         problems = gather_present(save.wait(), SaveProblem)
         if not problems:
-            self._outage.ended()
+            self._failures.ended()
             self._published_step = save.step
             return True
         save.cancel()
@@ -178,10 +178,10 @@ class Checkpointer:
         problem = broadcast_value(self._lasting_cause(problem), SaveProblem)
         if problem.may_pass:
             text = f"step {step} not saved: {problem.text}"
-            self._outage.failed(text, "training continues", problem.remedy)
+            self._failures.failed(text, "training continues", problem.remedy)
         # Rank 0's clock decides. By now no rank writes any more, so that its files can go: only
         # this attempt's, since a newer one may be saving.
-        is_hopeless = broadcast_value(self._outage.is_over_patience, bool) or not problem.may_pass
+        is_hopeless = broadcast_value(self._failures.is_over_limit, bool) or not problem.may_pass
         if self._world.is_main:
             self._disk.discard(step)
         if is_hopeless:

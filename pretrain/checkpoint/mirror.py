@@ -31,7 +31,7 @@ from pretrain.checkpoint.object_store import (
     ObjectStore,
     StoredCheckpoint,
 )
-from pretrain.checkpoint.storage_outage import Outage, Patience
+from pretrain.checkpoint.storage_retry import StorageRetry, WriteFailures
 from pretrain.checkpoint.transfer import RankReports, Report, Transfer
 from pretrain.config.run import CheckpointConfig, RunConfig
 from pretrain.distributed.collectives import on_any_rank
@@ -215,7 +215,7 @@ class Mirror:
             self._store = ObjectStore(self.url, Path(self._scratch.name))
             kept = self._settings
             self._publication = Publication(self._store, disk, resumed_step, kept, history)
-            self._outage, self._worker = Outage(Patience(math.inf)), Worker("mirror")
+            self._failures, self._worker = WriteFailures(StorageRetry(math.inf)), Worker("mirror")
 
     def __enter__(self) -> Mirror:
         return self
@@ -235,7 +235,7 @@ class Mirror:
         """Return whether rank 0 wants the checkpoint of this step (0: none) uploaded now."""
         if not self._lacks(published_step) or self._upload is not None:
             return False
-        return not self._failure or self._outage.is_due
+        return not self._failure or self._failures.is_due
 
     def _lacks(self, step: int) -> bool:
         """Return whether the store lacks this step, as far as rank 0 knows."""
@@ -270,9 +270,9 @@ class Mirror:
         if upload.is_published:
             self._note_step(upload.step, round(time.monotonic() - upload.started, 1))
             self._stored_step, self._failure = upload.step, ""
-            self._outage.ended()
+            self._failures.ended()
         elif upload.problem is not None:
-            self._outage.failed(upload.problem.text, "training continues")
+            self._failures.failed(upload.problem.text, "training continues")
             if not self._failure:
                 self._note_step(upload.step, upload.problem.text)
             self._failure = upload.problem.text

@@ -34,7 +34,7 @@ from pretrain.checkpoint.facts import (
 from pretrain.checkpoint.index import Checkpoint, read_index
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.object_store import SCRATCH, MirrorIndex, ObjectStore
-from pretrain.checkpoint.storage_outage import WAITS, Outage, Patience
+from pretrain.checkpoint.storage_retry import WAITS, StorageRetry, WriteFailures
 from pretrain.checkpoint.verify import (
     UNDONE,
     check_share,
@@ -67,7 +67,7 @@ def find_resume_point(
     world: World,
     run_id: str,
     before: int | None = None,
-    patience: Patience | None = None,
+    retry: StorageRetry | None = None,
     past: Past = NO_PAST,
     local: LocalCheckpoints | None = None,
     failed: Collection[Candidate] = (),
@@ -77,29 +77,29 @@ def find_resume_point(
     Rank 0 reads the index for all; each rank hashes its share of the files. A checkpoint that one
     rank rejects is rejected on all, logged, and gets a note (`note_refusal`). Candidates that have
     `failed` a moment ago are not tried again. CheckpointError on all ranks where there is nothing
-    to resume from; where storage fails, only after the `patience`.
+    to resume from; where storage fails, only after the time of `retry`.
     """
-    patience = patience or Patience()
-    outage = Outage(patience)
-    outage.run_waits()
+    retry = retry or StorageRetry()
+    failures = WriteFailures(retry)
+    failures.run_waits()
     while True:
-        look = _Look(root, world, run_id, before, patience, past, local)
+        look = _Look(root, world, run_id, before, retry, past, local)
         try:
             checkpoint = look.find(failed)
         except UnreadableError as error:
             rejected = look.rejected  # on rank 0
             problem = rejected[0].problem if rejected else str(error)
-            outage.failed(problem, WAITS, "check the disk or file server")
-            if broadcast_value(outage.is_over_patience, bool):  # rank 0's clock decides
+            failures.failed(problem, WAITS, "check the disk or file server")
+            if broadcast_value(failures.is_over_limit, bool):  # rank 0's clock decides
                 look.report()
                 raise
             with raise_on_all_ranks():
-                outage.pause()
+                failures.pause()
         except CheckpointError:
             look.report()
             raise
         else:
-            outage.ended()
+            failures.ended()
             look.report(checkpoint)
             look.settle(checkpoint)
             return checkpoint
@@ -113,7 +113,7 @@ class _Look:
     world: World
     run_id: str
     before: int | None
-    patience: Patience
+    retry: StorageRetry
     past: Past
     local: LocalCheckpoints | None
     facts: list[Fact] = field(default_factory=list)
@@ -280,11 +280,11 @@ class _Look:
         thread = threading.Thread(target=fetch, name="fetch", daemon=True)
         if self.world.is_main:
             thread.start()
-        before = self.patience.stop_requests()
+        before = self.retry.stop_requests()
         while broadcast_value(thread.is_alive(), bool):
-            self.patience.while_waiting()
+            self.retry.while_waiting()
             with raise_on_all_ranks():
-                if self.patience.stop_requests() > before:
+                if self.retry.stop_requests() > before:
                     raise StorageError(
                         f"stopped, as asked, while step {candidate.step} was fetched; rerun the "
                         "command to continue"

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from data_pipeline.lanes.prefetcher import Prefetcher
 from foundation.files import sync_file
-from pretrain.checkpoint.storage_outage import outlast
+from pretrain.checkpoint.storage_retry import with_retries
 from pretrain.config.devices import DEVICES, device_named
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import flops_per_token
@@ -258,7 +258,7 @@ class MetricsRecorder:
 
         with raise_on_all_ranks():
             if self._file is not None:
-                outlast(self._run_dir.patience, sync)
+                with_retries(self._run_dir.retry, sync)
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -16,7 +16,7 @@ from torch.profiler import profile
 from foundation.errors import os_error_text, remedy_of
 from foundation.files import append_whole, own_file
 from foundation.typed_values import json_text
-from pretrain.checkpoint.storage_outage import Outage, outlast
+from pretrain.checkpoint.storage_retry import WriteFailures, with_retries
 from pretrain.rundir.metric_names import dashboard_values
 from pretrain.rundir.metrics_file import cut_measurements_after, summarize_file
 from pretrain.rundir.run_dir import RunDir
@@ -28,15 +28,15 @@ class MetricsFile:
     """metrics.jsonl. Lines after `step` are removed first: those steps are repeated.
 
     `may_write` raises UserError before a write in an attempt that was replaced. While storage
-    fails, lines are kept in memory and written with later ones; StorageError once the patience of
-    `run_dir` is over.
+    fails, lines are kept in memory and written with later ones; StorageError once `run_dir` gives
+    up.
     """
 
     def __init__(self, run_dir: RunDir, step: int, may_write: Callable[[], None]) -> None:
         self._path, self._may_write = run_dir.metrics, may_write
-        outlast(run_dir.patience, lambda: cut_measurements_after(run_dir.metrics, step))
+        with_retries(run_dir.retry, lambda: cut_measurements_after(run_dir.metrics, step))
         self._spent = summarize_file(run_dir.metrics).spent
-        self._outage = Outage(run_dir.patience)
+        self._failures = WriteFailures(run_dir.retry)
         self._left = b""  # what could not be written yet
 
     def append(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -60,11 +60,11 @@ class MetricsFile:
         except OSError as error:
             problem = os_error_text(error)
             meanwhile = "training continues, keeps metrics in memory"
-            self._outage.failed(problem, meanwhile, remedy_of(error))
-            if self._outage.is_over_patience:
-                raise self._outage.error() from error
+            self._failures.failed(problem, meanwhile, remedy_of(error))
+            if self._failures.is_over_limit:
+                raise self._failures.error() from error
             return problem
-        self._outage.ended()
+        self._failures.ended()
         self._left = b""
         return ""
 

@@ -253,7 +253,7 @@ def rewind(
     if no such checkpoint is valid.
     """
     root, run_id, first_step = run_dir.checkpoints, run_dir.identity.id, spike.first_step
-    before = find_resume_point(root, world, run_id, first_step, run_dir.patience, past)
+    before = find_resume_point(root, world, run_id, first_step, run_dir.retry, past)
     with raise_on_all_ranks():
         if not world.is_main:
             return

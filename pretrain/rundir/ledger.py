@@ -17,7 +17,7 @@ from pathlib import Path
 from foundation.errors import os_error_text
 from foundation.files import append_whole, lines_of, warn_of_lines
 from foundation.typed_values import from_tree, json_text, parse_json, to_tree
-from pretrain.checkpoint.storage_outage import Patience, outlast
+from pretrain.checkpoint.storage_retry import StorageRetry, with_retries
 from pretrain.rundir.events import Event
 from pretrain.rundir.history import without_refused_jobs
 
@@ -42,17 +42,17 @@ def in_order(events: Sequence[Event], now: float) -> tuple[list[Event], int]:
 class Ledger:
     """The file. The constructor touches nothing."""
 
-    def __init__(self, path: Path, patience: Patience | None = None) -> None:
+    def __init__(self, path: Path, retry: StorageRetry | None = None) -> None:
         self.path = path
-        self._patience = patience or Patience()
+        self._retry = retry or StorageRetry()
 
     def append(self, event: Event) -> None:
         """Add an event, with the time; it is on disk when this returns.
 
-        Waits for storage that fails, as long as the patience lasts.
+        Waits for storage that fails, for the time of the run.
         """
         event = replace(event, time=time.time())
-        outlast(self._patience, lambda: self._write(event))
+        with_retries(self._retry, lambda: self._write(event))
 
     def append_if_possible(self, event: Event) -> None:
         """Add an event that nothing waits for: if storage fails, it is only logged."""

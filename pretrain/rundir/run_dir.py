@@ -34,7 +34,7 @@ from foundation.settings import differences, load_config
 from foundation.typed_values import Line, from_tree, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint.facts import Past
-from pretrain.checkpoint.storage_outage import Patience, outlast
+from pretrain.checkpoint.storage_retry import StorageRetry, with_retries
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change
@@ -84,16 +84,16 @@ class RunIdentity:
 class RunDir:
     """The paths of a run, and what is written there.
 
-    The constructor touches nothing; `create` and `open` do. `patience` is for everything that is
+    The constructor touches nothing; `create` and `open` do. `retry` is for all that is
     written here while the run trains.
     """
 
-    def __init__(self, path: Path, patience: Patience | None = None) -> None:
+    def __init__(self, path: Path, retry: StorageRetry | None = None) -> None:
         self.path = Path(path)
-        self.patience = patience or Patience()
+        self.retry = retry or StorageRetry()
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.ledger = Ledger(self.path / "ledger.jsonl", self.patience)
+        self.ledger = Ledger(self.path / "ledger.jsonl", self.retry)
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.wandb = self.path / "wandb"
@@ -234,10 +234,10 @@ class RunDir:
         make_run_directory(self.path)
         path = self.path / f"{holder}.lock"
         # A job waits, since no one sees its error; a user who starts a run by hand does.
-        patience = self.patience if is_fenced else Patience()
+        retry = self.retry if is_fenced else StorageRetry()
         with contextlib.ExitStack() as stack:
             lock = partial(run_lock, path, holder, is_fenced)
-            outlast(patience, lambda: stack.enter_context(lock()))
+            with_retries(retry, lambda: stack.enter_context(lock()))
             yield
 
     def locks(self) -> list[Lock]:

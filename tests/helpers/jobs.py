@@ -16,7 +16,7 @@ import pytest
 from launcher.slurm.client import Slurm
 from launcher.slurm.job_exit import ThisJob
 from launcher.slurm.sbatch import Job
-from pretrain.checkpoint.storage_outage import Clock
+from pretrain.checkpoint.storage_retry import Clock
 from pretrain.config.cluster import ClusterConfig, NodeRange
 from pretrain.rundir.events import AttemptEnded, AttemptReason, Event, NextAction
 from pretrain.rundir.run_dir import RunDir

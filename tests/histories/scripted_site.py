@@ -32,7 +32,7 @@ import launcher.slurm.job_exit
 import launcher.slurm.lost_nodes
 import launcher.slurm.srun
 import launcher.stop_signals
-import pretrain.checkpoint.storage_outage
+import pretrain.checkpoint.storage_retry
 import pretrain.rundir.attempt_files
 import pretrain.rundir.ledger
 import pretrain.rundir.lock
@@ -294,7 +294,7 @@ class Site:
         )
         module: ModuleType
         for module in (
-            pretrain.checkpoint.storage_outage,
+            pretrain.checkpoint.storage_retry,
             launcher.run_state,
             launcher.run_status,
             launcher.slurm.job_exit,

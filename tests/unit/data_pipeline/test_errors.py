@@ -1,4 +1,4 @@
-"""Every error of the operating system is one line and status 2; writers outlast some of them."""
+"""Every error of the operating system is one line and status 2; writers try again after some."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data_pipeline.cli import main as data_pipeline
 from foundation.errors import ConfigError, DataError, exit_status_of, is_of_site
 from foundation.files import write_text
 from launcher.cli import main as launcher
-from pretrain.checkpoint.storage_outage import Outage, Patience, outlast
+from pretrain.checkpoint.storage_retry import StorageRetry, WriteFailures, with_retries
 from pretrain.cli import main as pretrain
 from pretrain.errors import StorageError, UnreadableError
 from tests.helpers.small_disks import needs_mounts
@@ -157,19 +157,19 @@ def test_pauses_between_tries_double_to_a_minute_and_the_last_try_is_at_the_end(
         raise OSError(errno.ENOSPC, full, path)
 
     with pytest.raises(StorageError) as error:
-        outlast(Patience(200.0), write)
+        with_retries(StorageRetry(200.0), write)
     assert tries == pytest.approx([0, 1, 3, 7, 15, 31, 63, 123, 183, 200])
     assert str(error.value).startswith(f"{path}: {full} ")
     assert "checkpoint.storage_patience_seconds=200" in str(error.value)
 
 
 def test_an_outage_is_logged_when_it_begins_and_when_it_ends(clock, caplog):
-    outage = Outage(Patience(600.0))
+    failures = WriteFailures(StorageRetry(600.0))
     for _ in range(2):
         for _ in range(3):
-            outage.failed("/run: full", "training continues")
-            outage.pause()
-        outage.ended()
+            failures.failed("/run: full", "training continues")
+            failures.pause()
+        failures.ended()
     begins, ends, *again = caplog.messages
     assert begins.startswith("/run: full; ")
     assert "7 s" in ends

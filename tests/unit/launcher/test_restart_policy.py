@@ -393,7 +393,7 @@ def test_a_stopping_job_is_requeued_on_a_full_disk(tmp_path, monkeypatch, caplog
     stop = StopSignals()
     stop.requests, stop.received = 1, [int(signal.SIGUSR1)]  # ahead of the time limit
     job_exit = JobExit(THIS_JOB, run_dir.path, stop, most_futile=3)
-    patient = RunDir(run_dir.path, stop.patience(600, job_exit.poll))
+    patient = RunDir(run_dir.path, stop.retry(600, job_exit.poll))
     with run_dir.locked("launcher"), full_disk(4096):
         with pytest.raises(StopWhileWaiting):
             patient.ledger.append(attempt("7", RETRY, 0, 0))

@@ -18,7 +18,7 @@ from launcher.restart_policy import RestartPolicy
 from launcher.run_state import read_state
 from launcher.stop_signals import StopSignals
 from launcher.supervisor import Ranks, Supervisor
-from pretrain.checkpoint.storage_outage import Patience
+from pretrain.checkpoint.storage_retry import StorageRetry
 from pretrain.config.run import RunConfig
 from pretrain.processes.local_ranks import RankGroup
 from pretrain.recovery.stop_requests import StopRequest
@@ -95,7 +95,7 @@ def test_nohup_keeps_a_closed_terminal_from_stopping_anything():
 
 
 def test_a_supervisor_outlasts_a_full_disk_before_and_after_an_attempt(run_dir, monkeypatch):
-    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("pretrain.checkpoint.storage_retry.FIRST_PAUSE", 0.05)
     limits, waited = resource.getrlimit(resource.RLIMIT_FSIZE), []
 
     def fill_the_disk() -> None:
@@ -109,7 +109,7 @@ def test_a_supervisor_outlasts_a_full_disk_before_and_after_an_attempt(run_dir, 
         fill_the_disk()
         return starter(["true"], 1, run_dir)(number)
 
-    patient = RunDir(run_dir.path, Patience(60, make_room))
+    patient = RunDir(run_dir.path, StorageRetry(60, make_room))
     publish_step(run_dir.checkpoints, run_dir.config.optim.steps)
     fill_the_disk()
     try:
@@ -122,9 +122,9 @@ def test_a_supervisor_outlasts_a_full_disk_before_and_after_an_attempt(run_dir, 
 
 
 def test_the_lock_of_a_job_outlasts_a_full_disk_and_a_commands_reports_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("pretrain.checkpoint.storage_retry.FIRST_PAUSE", 0.05)
     with full_disk(largest_file=20) as free_space:
-        new = RunDir(tmp_path / "new", Patience(60, free_space))
+        new = RunDir(tmp_path / "new", StorageRetry(60, free_space))
         with pytest.raises(OSError), new.locked("launcher"):
             pass
         with new.locked("launcher", is_fenced=True):
@@ -134,7 +134,7 @@ def test_the_lock_of_a_job_outlasts_a_full_disk_and_a_commands_reports_it(tmp_pa
 
 
 def patient(run_dir: RunDir, stop: StopSignals) -> RunDir:
-    return RunDir(run_dir.path, stop.patience(600))
+    return RunDir(run_dir.path, stop.retry(600))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.disk import publish
 from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.resume_point import find_resume_point
-from pretrain.checkpoint.storage_outage import Patience
+from pretrain.checkpoint.storage_retry import StorageRetry
 from pretrain.checkpoint.verify import (
     check_share,
     counts,
@@ -114,7 +114,7 @@ def test_storage_that_fails_for_a_moment_is_waited_for_and_leaves_no_note(root, 
 
     timer = threading.Timer(0.3, come_back)
     timer.start()
-    assert find_resume_point(root, world, "", patience=Patience(600)).step == 2
+    assert find_resume_point(root, world, "", retry=StorageRetry(600)).step == 2
     timer.join()
     assert steps_that_count(root) == [1, 2]
     waits, _ = [record.getMessage() for record in caplog.records if record.levelno > 20]
@@ -128,7 +128,7 @@ def test_a_mount_that_is_away_is_no_run_from_scratch(root, world):
         find_resume_point(root, world, "")
     timer = threading.Timer(0.3, os.rename, (away, root))
     timer.start()
-    assert find_resume_point(root, world, "", patience=Patience(600)) is not None
+    assert find_resume_point(root, world, "", retry=StorageRetry(600)) is not None
     timer.join()
 
 

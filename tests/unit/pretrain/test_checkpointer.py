@@ -27,7 +27,7 @@ from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.load import load_fragments, restore_counters, restore_random_state
 from pretrain.checkpoint.local_checkpoints import MAY_DIFFER, LocalCheckpoints
 from pretrain.checkpoint.resume_point import find_resume_point
-from pretrain.checkpoint.storage_outage import Patience
+from pretrain.checkpoint.storage_retry import StorageRetry
 from pretrain.checkpoint.transfer import SaveProblem
 from pretrain.checkpoint.verify import verify
 from pretrain.config.run import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, RunConfig
@@ -66,10 +66,10 @@ def state_of(engine: Engine, step: int) -> TrainState:
     return TrainState(step=step, memories=memories)
 
 
-def checkpointer(root, world, asynchronous=True, patience=None) -> Checkpointer:
+def checkpointer(root, world, asynchronous=True, retry=None) -> Checkpointer:
     kept = CheckpointConfig(asynchronous=asynchronous, keep_last=9)
     disk = Disk(root, "attempt", "a-run")
-    return Checkpointer(replace(RUN, checkpoint=kept), disk, world, patience=patience)
+    return Checkpointer(replace(RUN, checkpoint=kept), disk, world, retry=retry)
 
 
 def saved(engine, world, root, state, asynchronous=True) -> Checkpoint:
@@ -120,8 +120,8 @@ def test_the_next_call_raises_the_error_of_a_save_and_removes_its_files(engine, 
 
 
 def test_a_failed_save_is_followed_by_another(engine, world, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 0.2)
-    saving = checkpointer(tmp_path, world, patience=Patience(60))
+    monkeypatch.setattr("pretrain.checkpoint.storage_retry.FIRST_PAUSE", 0.2)
+    saving = checkpointer(tmp_path, world, retry=StorageRetry(60))
     with no_room():
         assert saving.save(engine, state_of(engine, 1))
         assert not saving.finish()
@@ -136,10 +136,10 @@ def test_a_failed_save_is_followed_by_another(engine, world, tmp_path, monkeypat
 
 
 def test_the_last_save_waits_for_what_comes_before_it(engine, world, tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 1.0)
+    monkeypatch.setattr("pretrain.checkpoint.storage_retry.FIRST_PAUSE", 1.0)
     waited: list[int] = []
     state, obstacles = state_of(engine, 3), iter(["metrics.jsonl: no space"] * 2)
-    saving = checkpointer(tmp_path, world, patience=Patience(60, lambda: waited.append(1)))
+    saving = checkpointer(tmp_path, world, retry=StorageRetry(60, lambda: waited.append(1)))
     saving.until_published(lambda: saving.save(engine, state, obstacle=lambda: next(obstacles, "")))
     assert files.steps_on_disk(tmp_path) == [3]
     assert len(waited) >= 2, "the heartbeat goes on meanwhile"
@@ -147,8 +147,8 @@ def test_the_last_save_waits_for_what_comes_before_it(engine, world, tmp_path, m
 
 def test_a_stop_request_ends_the_last_saves_wait_for_storage(engine, world, tmp_path, caplog):
     stop = StopRequest()
-    patience = Patience(600, stop_requests=lambda: stop.count)
-    saving = checkpointer(tmp_path / "checkpoints", world, patience=patience)
+    retry = StorageRetry(600, stop_requests=lambda: stop.count)
+    saving = checkpointer(tmp_path / "checkpoints", world, retry=retry)
     (tmp_path / "checkpoints").write_text("not a directory")
     asked = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
     asked.start()
@@ -177,7 +177,7 @@ def test_a_save_that_storage_is_not_to_blame_for_is_not_tried_again(engine, worl
         raise StaleAttempt("a newer attempt has the run")
 
     disk = Disk(tmp_path, "attempt", "a-run", newer_attempt)
-    saving = Checkpointer(RUN, disk, world, Patience(60))
+    saving = Checkpointer(RUN, disk, world, StorageRetry(60))
     saving.save(engine, state_of(engine, 1))
     with pytest.raises(CheckpointError):
         saving.finish()
@@ -231,7 +231,7 @@ class Attempt(Checkpointer):
         self.fence = Fence(root.parent, name)
         self.fence.claim()
         self.is_about_to_publish, self.may_publish = threading.Event(), threading.Event()
-        super().__init__(RUN, Disk(root, name, "a-run", self._check), world, Patience(60))
+        super().__init__(RUN, Disk(root, name, "a-run", self._check), world, StorageRetry(60))
 
     def _check(self) -> None:
         self.fence.check()

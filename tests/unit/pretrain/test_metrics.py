@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data_pipeline.lanes.prefetcher import Prefetcher
-from pretrain.checkpoint.storage_outage import Patience
+from pretrain.checkpoint.storage_retry import StorageRetry
 from pretrain.cli import main
 from pretrain.config.run import (
     DataConfig,
@@ -174,7 +174,7 @@ def test_a_resumed_run_has_every_step_once_in_file_and_tensorboard(world, run_di
 
 
 def test_measurements_outlast_a_full_disk_and_none_is_missing(world, run_dir, caplog):
-    patient = RunDir(run_dir.path, Patience(60))
+    patient = RunDir(run_dir.path, StorageRetry(60))
     recorder = Recorder(world, patient)
     with full_disk():
         for loss in (1.0, 2.0):

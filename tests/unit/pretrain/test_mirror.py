@@ -256,7 +256,7 @@ def mirror_of(run_dir: RunDir, url: str, world) -> tuple[Mirror, list[tuple[int,
 
 
 def test_a_failed_upload_is_followed_by_the_latest(tmp_path, world, bucket, caplog, monkeypatch):
-    monkeypatch.setattr("pretrain.checkpoint.storage_outage.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("pretrain.checkpoint.storage_retry.FIRST_PAUSE", 0.01)
     problems = iter([DataError("away")] * 2)
 
     def read(self: Publication, real: Callable[..., Any] = Publication.read) -> Any:

@@ -18,7 +18,7 @@ from foundation.settings import settings_of
 from foundation.typed_values import json_text, to_tree
 from pretrain.checkpoint.directory import INDEX
 from pretrain.checkpoint.facts import Destination
-from pretrain.checkpoint.storage_outage import Patience
+from pretrain.checkpoint.storage_retry import StorageRetry
 from pretrain.cli import main
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import (
@@ -358,8 +358,8 @@ def test_an_event_that_an_act_waits_for_outlasts_a_full_disk(tmp_path):
     waiting: list[float] = []
     began = time.time()
     with full_disk() as free_space:
-        patience = Patience(60, lambda: (waiting.append(time.time()), free_space()))
-        Ledger(path, patience).append(FINISHED)
+        retry = StorageRetry(60, lambda: (waiting.append(time.time()), free_space()))
+        Ledger(path, retry).append(FINISHED)
     (event,) = Ledger(path).read()
     assert event == FINISHED
     assert len(waiting) == 1

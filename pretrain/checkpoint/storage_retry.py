@@ -1,11 +1,11 @@
-"""Outages of storage: a run continues while its directory cannot be written, for a stated time.
+"""Trying again where storage fails: a run continues while its directory cannot be written.
 
 A disk is full until a user frees space, a server is away until it is back. Neither is the run's
-mistake, and most outages pass. Writers therefore note failures in an `Outage`, which says when to
-try again and when to give up. What happens meanwhile differs: training continues past a save that
-failed, but a rewind waits until the ledger has it.
+mistake, and most failures pass. Writers therefore note failures in `WriteFailures`, which says when
+to try again and when to give up. What happens meanwhile differs: training continues past a save
+that failed, but a rewind waits until the ledger has it.
 
-`checkpoint.storage_patience_seconds` is the patience of a run. Commands have none. Torch-free.
+A run tries for `checkpoint.storage_patience_seconds`; commands try once. Torch-free.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ CLOCK = Clock()
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long to outlast storage.
+class StorageRetry:
+    """How long to try again where storage fails.
 
     In a pause `while_waiting` is called about once a second; what it raises ends the wait.
     `stop_requests` counts the requests to stop so far; one that comes while the run waits ends the
@@ -61,11 +61,11 @@ class Patience:
     clock: Clock = CLOCK
 
 
-class Outage:
+class WriteFailures:
     """Failures in a row of one kind of write, and the pauses between tries."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, retry: StorageRetry) -> None:
+        self._retry = retry
         self._since: float | None = None
         self._pause = self._next_try = 0.0
         self._problem = self._remedy = ""
@@ -75,18 +75,18 @@ class Outage:
     @property
     def is_due(self) -> bool:
         """Whether a write has failed and it is time to try it again."""
-        return self._since is not None and self._patience.clock.now() >= self._next_try
+        return self._since is not None and self._retry.clock.now() >= self._next_try
 
     @property
-    def is_over_patience(self) -> bool:
+    def is_over_limit(self) -> bool:
         """Whether writes have failed for longer than the run may wait."""
         return self._since is not None and (
-            self._patience.clock.now() - self._since >= self._patience.seconds
+            self._retry.clock.now() - self._since >= self._retry.seconds
         )
 
     def failed(self, problem: str, meanwhile: str, remedy: str = ANY_REMEDY) -> None:
         """Note a failure; the first one is logged with what happens `meanwhile`."""
-        now = self._patience.clock.now()
+        now = self._retry.clock.now()
         self._problem, self._remedy = problem, remedy
         waits = self._stop_requests is not None
         is_news = self._since is None or (waits and not self._told)
@@ -94,64 +94,64 @@ class Outage:
             self._since, self._pause = now, FIRST_PAUSE
         else:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        if is_news and not self.is_over_patience:
-            limit = self._since + self._patience.seconds - now
+        if is_news and not self.is_over_limit:
+            limit = self._since + self._retry.seconds - now
             most = f" for up to {duration(limit)}" if math.isfinite(limit) else ""
             what, end = (WAITS, f"; {HOW_TO_STOP}") if waits else (meanwhile, "")
             logger.warning("%s; %s, and tries again%s%s", problem, what, most, end)
             self._told = waits
-        # not beyond the patience: the last try comes at its end
-        self._next_try = min(now + self._pause, max(now, self._since + self._patience.seconds))
+        # The last try comes at the end of the time.
+        self._next_try = min(now + self._pause, max(now, self._since + self._retry.seconds))
 
     def run_waits(self) -> None:
         """Note that the run does nothing else from now on, so that a request to stop ends it."""
-        self._stop_requests = self._patience.stop_requests()
+        self._stop_requests = self._retry.stop_requests()
 
     def ended(self) -> None:
         """Note a success."""
         if self._since is not None:
-            away = duration(self._patience.clock.now() - self._since)
+            away = duration(self._retry.clock.now() - self._since)
             logger.warning("works again after %s: %s", away, self._problem)
         self._since, self._told = None, False
 
     def pause(self) -> None:
         """Wait until the next try; StorageError if the run is asked to stop while it waits."""
-        while (left := self._next_try - self._patience.clock.now()) > 0:
-            self._patience.while_waiting()
+        while (left := self._next_try - self._retry.clock.now()) > 0:
+            self._retry.while_waiting()
             before = self._stop_requests
-            if before is not None and self._patience.stop_requests() > before:
+            if before is not None and self._retry.stop_requests() > before:
                 raise StorageError(
                     f"{self._problem}; stopped, as asked, while the run waited for it; what came "
                     "after the latest checkpoint is not saved, rerun the command to resume from it"
                 )
-            self._patience.clock.sleep(min(left, 1.0))
+            self._retry.clock.sleep(min(left, 1.0))
 
     def error(self) -> StorageError:
-        """Return what to raise once patience is over."""
-        waited = f" (waited {SETTING}={self._patience.seconds:g})" if self._patience.seconds else ""
+        """Return what to raise once the time is over."""
+        waited = f" (waited {SETTING}={self._retry.seconds:g})" if self._retry.seconds else ""
         return StorageError(
             f"{self._problem}{waited}; {self._remedy} and rerun the command to resume from the "
             "latest checkpoint"
         )
 
 
-def outlast(patience: Patience, write: Callable[[], T]) -> T:
-    """Return what `write` returns, trying it again after each OSError.
+def with_retries(retry: StorageRetry, act: Callable[[], T]) -> T:
+    """Return what `act` returns, trying it again after each OSError.
 
-    StorageError once patience is over; without any patience, the OSError itself.
+    StorageError once the time is over; the OSError itself where nothing is tried again.
     """
-    outage = Outage(patience)
-    outage.run_waits()
+    failures = WriteFailures(retry)
+    failures.run_waits()
     while True:
         try:
-            result = write()
+            result = act()
         except OSError as error:
-            if not patience.seconds:
+            if not retry.seconds:
                 raise
-            outage.failed(os_error_text(error), WAITS, remedy_of(error))
-            if outage.is_over_patience:
-                raise outage.error() from error
-            outage.pause()
+            failures.failed(os_error_text(error), WAITS, remedy_of(error))
+            if failures.is_over_limit:
+                raise failures.error() from error
+            failures.pause()
         else:
-            outage.ended()
+            failures.ended()
             return result
