@@ -230,6 +230,14 @@ class Srun:
         except FileNotFoundError:
             pass
 
+    def end_from_outside(self) -> None:
+        """Somebody sends SIGTERM to srun, which kills its ranks."""
+        if self.status is None and self.is_ranks:
+            with contextlib.suppress(OSError), open(self.log.parent / "srun.log", "a") as file:
+                file.write("srun: forcing job termination\n")
+            self.stops = self.site.time  # it is no evidence against the run
+            self.end((-9, -9), are_lost=True)
+
     def end(self, statuses: Sequence[int | None], are_lost: bool = False) -> None:
         """End with these statuses of the ranks, written as their tasks do."""
         if self.status is not None:

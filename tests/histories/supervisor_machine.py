@@ -250,6 +250,10 @@ class SupervisorHistory(HistoryMachine):
         self._later(after, act)
 
     @told_rule(after=SOON)
+    def end_srun(self, after: float) -> None:
+        self.site.later(after, lambda: [ranks.end_from_outside() for ranks in self.site.ranks])
+
+    @told_rule(after=SOON)
     def kill_supervisor(self, after: float) -> None:
         self.site.later(after, lambda: self.site.kill_supervisor(self.job))
 

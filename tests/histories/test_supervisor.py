@@ -50,6 +50,9 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("take_storage_away", {"after": 2.0, "seconds": 900.0}),
         ("change_limit", {"after": 1000.0, "minutes": 1}),
     ],
+    "ranks whose srun somebody ended three times were a run without progress": [
+        ("end_srun", {"after": after}) for after in (25.0, 50.0, 75.0)
+    ],
     "nodes were waited for after Slurm had taken the start": [
         ("break_node", {"after": 0.0, "seconds": 900.0, "node": 1, "how_far": 0}),
         ("requeue", {"after": 70.0, "held": False}),
