@@ -257,12 +257,12 @@ def time_limit_seconds(time_limit: str) -> float:
     """A time limit as Slurm writes it, in seconds; infinity for UNLIMITED and the like."""
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return float("inf")
-    found = _TIME.fullmatch(time_limit)
-    if not found:
+    match = _TIME.fullmatch(time_limit)
+    if not match:
         raise ConfigError(
             f"time_limit={time_limit!r} is not a time; write it as '24:00:00' or '2-00:00:00'"
         )
-    parts = (found[1] or 0, *found.groups()[1:])
+    parts = (match[1] or 0, *match.groups()[1:])
     days, *numbers = (int(part) for part in parts if part is not None)
-    units = [3600, 60, 1] if found[1] or len(numbers) == 3 else [60, 1]
+    units = [3600, 60, 1] if match[1] or len(numbers) == 3 else [60, 1]
     return 86400 * days + sum(map(operator.mul, numbers, units))

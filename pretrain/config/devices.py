@@ -39,6 +39,6 @@ DEVICES = {
 def device_named(text: str) -> str:
     """Return the name in DEVICES of a GPU as Slurm or its driver calls it; empty if unknown."""
     letters = re.sub("[^A-Z0-9]", "", text.upper())
-    found = next((name for name in DEVICES if name.replace("-", "") in letters), "")
-    smaller = f"{found}-40GB"
-    return smaller if smaller in DEVICES and "40GB" in letters else found
+    device = next((name for name in DEVICES if name.replace("-", "") in letters), "")
+    smaller = f"{device}-40GB"
+    return smaller if smaller in DEVICES and "40GB" in letters else device

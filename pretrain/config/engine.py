@@ -144,12 +144,12 @@ def chosen_attention(
             assert_never(kernel)
     if not on_gpu:
         return Attention.TILES, ""
-    found = [limit for limit in LIMITS if limit.applies(model, is_half)]
-    for_sdpa = [limit.option for limit in found if limit.sdpa or limit.flash]
+    limits = [limit for limit in LIMITS if limit.applies(model, is_half)]
+    for_sdpa = [limit.option for limit in limits if limit.sdpa or limit.flash]
     if not for_sdpa:
         return Attention.SDPA, ""
     reason = f"not sdpa: {', '.join(for_sdpa)}"
-    for_fused = [limit.option for limit in found if limit.fused]
+    for_fused = [limit.option for limit in limits if limit.fused]
     if not for_fused:
         return Attention.FUSED, reason
     return Attention.PLAIN, f"{reason}; not the fused kernel: {', '.join(for_fused)}"
@@ -161,12 +161,12 @@ def chosen_delta_rule(
     """Return how deltanets compute with this `engine.attention_kernel`, and why not faster."""
     if not on_gpu:
         return DeltaRule.CHUNKS, ""
-    found = [limit.option for limit in LIMITS if limit.fla and limit.applies(model, is_half)]
+    reasons = [limit.option for limit in LIMITS if limit.fla and limit.applies(model, is_half)]
     if kernel in ("plain", "sdpa"):
-        found = [f"engine.attention_kernel={kernel}", *found]
-    if not found:
+        reasons = [f"engine.attention_kernel={kernel}", *reasons]
+    if not reasons:
         return DeltaRule.FLA, ""
-    return DeltaRule.CHUNKS, f"not flash-linear-attention: {', '.join(found)}"
+    return DeltaRule.CHUNKS, f"not flash-linear-attention: {', '.join(reasons)}"
 
 
 def attention_in(
@@ -180,9 +180,9 @@ def attention_in(
 def check_attention(engine: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError if `scaled_dot_product_attention` is set and cannot express the model."""
     kind, setting = attention_in(engine, model, on_gpu=False)
-    found = [limit.option for limit in LIMITS if limit.sdpa and limit.applies(model, True)]
-    if kind is Attention.SDPA and found:
-        raise ConfigError(f"{setting} cannot express {', '.join(found)}; use auto")
+    limits = [limit.option for limit in LIMITS if limit.sdpa and limit.applies(model, True)]
+    if kind is Attention.SDPA and limits:
+        raise ConfigError(f"{setting} cannot express {', '.join(limits)}; use auto")
 
 
 def described(kind: Attention | DeltaRule, reason: str) -> str:

@@ -57,26 +57,26 @@ def splits_of_sets(run: RunConfig) -> dict[str, Path]:
     """
     from data_pipeline.corpora.corpus_identity import pinned_directory
 
-    found: dict[str, Path] = {}
+    splits: dict[str, Path] = {}
     if not (sets := evaluation_sets(run)):
-        return found
+        return splits
     expected = read_manifest(run.data.directory() / VALIDATION).tokenizer
-    for each in sets:
-        split = evaluated_split(each.path)
-        with named_setting(f"evaluation.sets.{each.name}"):
-            corpus = pinned_directory(split.parent, run.data.cache, each.manifest_hashes)
+    for part in sets:
+        split = evaluated_split(part.path)
+        with named_setting(f"evaluation.sets.{part.name}"):
+            corpus = pinned_directory(split.parent, run.data.cache, part.manifest_hashes)
             directory = corpus / split.name
-            if each.is_part and not (directory / MANIFEST_NAME).is_file():
+            if part.is_part and not (directory / MANIFEST_NAME).is_file():
                 continue
             tokenizer = read_manifest(directory).tokenizer
         if tokenizer != expected:
             raise DataError(
-                f"evaluation.sets.{each.name}: {path_text(each.path)} was made with the tokenizer "
+                f"evaluation.sets.{part.name}: {path_text(part.path)} was made with the tokenizer "
                 f"{tokenizer[:16]}, data.path with {expected[:16]}; build the set with the "
                 "tokenizer of data.path (tokenizer.path)"
             )
-        found[each.name] = directory
-    return found
+        splits[part.name] = directory
+    return splits
 
 
 def hashes_of_sets(splits: Mapping[str, Path]) -> dict[str, str]:
@@ -87,9 +87,9 @@ def hashes_of_sets(splits: Mapping[str, Path]) -> dict[str, str]:
 def check_same_sets(hashes_of_ranks: Sequence[Mapping[str, str]]) -> None:
     """Raise DataError unless all ranks have found the same sets: they evaluate together."""
     expected = hashes_of_ranks[0]
-    for rank, found in enumerate(hashes_of_ranks):
-        names = sorted({*found, *expected})
-        if differing := [name for name in names if found.get(name) != expected.get(name)]:
+    for rank, hashes in enumerate(hashes_of_ranks):
+        names = sorted({*hashes, *expected})
+        if differing := [name for name in names if hashes.get(name) != expected.get(name)]:
             raise DataError(
                 f"rank {rank} finds another validation split of {', '.join(differing)} than rank "
                 "0, or none; every node needs the same corpora under the same paths"
@@ -99,7 +99,7 @@ def check_same_sets(hashes_of_ranks: Sequence[Mapping[str, str]]) -> None:
 def _set_names(paths: Iterable[Path]) -> list[str]:
     """Return a name for each path: its last part, or its last two, or with a number."""
     parts = [re.sub(r"[^A-Za-z0-9._+/-]", "-", str(path)).split("/") for path in paths]
-    parts = [[part.strip("-.") or "part" for part in each] for each in parts]
+    parts = [[part.strip("-.") or "part" for part in split_path] for split_path in parts]
     last = Counter(part[-1] for part in parts)
     names = [part[-1] if last[part[-1]] == 1 else "-".join(part[-2:]) for part in parts]
     known = Counter(names)

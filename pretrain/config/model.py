@@ -289,7 +289,7 @@ class ModelConfig:
         most = self.longest_memory
         longest = most if longest is None else longest
         lengths = self._memory_pattern * (self.num_layers // len(self._memory_pattern))
-        return tuple(longest if each >= most else min(each, longest) for each in lengths)
+        return tuple(longest if length >= most else min(length, longest) for length in lengths)
 
     def most_keys(self, longest_memory: int, segment_length: int) -> int:
         """Return how many keys the queries of such segments see when the memory is full."""
@@ -314,7 +314,8 @@ class ModelConfig:
         """The lengths of layers with attention; of all layers if none has."""
         lengths = self._memory_pattern * (self.num_layers // len(self._memory_pattern))
         numbered = enumerate(lengths)
-        return tuple(each for i, each in numbered if self.layer_kind(i) == "attention") or lengths
+        attended = (length for i, length in numbered if self.layer_kind(i) == "attention")
+        return tuple(attended) or lengths
 
     def with_memory(self, longest: int) -> ModelConfig:
         """Return the model with another longest memory, see `memory_lengths`."""

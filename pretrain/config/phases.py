@@ -78,7 +78,7 @@ def first_step_at(run: RunConfig, step: int) -> int:
 def lane_seed_at(run: RunConfig, step: int) -> int:
     """The seed of the lanes' order: the run's, plus the number of the phase that started them."""
     numbered = enumerate(run.data.phases[: phase_at(run, step)], start=1)
-    return run.seed + max((number for number, each in numbered if each.restarts_lanes), default=0)
+    return run.seed + max((number for number, phase in numbered if phase.restarts_lanes), default=0)
 
 
 def describe_phase(run: RunConfig, step: int) -> str:

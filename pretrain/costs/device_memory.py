@@ -492,4 +492,4 @@ def _given(run: RunConfig, name: str) -> float:
 
 def largest_parameter(model: ModelConfig) -> int:
     """Return the elements of the largest parameter."""
-    return max(each.elements for each in weight_shapes(model) if each.copies)
+    return max(weight.elements for weight in weight_shapes(model) if weight.copies)

@@ -164,9 +164,11 @@ def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:
     if optim.name != "muon":
         return 0.0
     return sum(
-        each.copies * each.matrices * newton_schulz_flops(each.rows // each.matrices, each.columns)
-        for each in weight_shapes(model)
-        if each.matrices
+        shape.copies
+        * shape.matrices
+        * newton_schulz_flops(shape.rows // shape.matrices, shape.columns)
+        for shape in weight_shapes(model)
+        if shape.matrices
     )
 
 
@@ -184,8 +186,8 @@ def moment_bytes(model: ModelConfig, optim: OptimConfig) -> float:
     """Return the bytes of the moments of all parameters: two each, of Muon's matrices one."""
     is_muon = optim.name == "muon"
     return float(MOMENT_BYTES) * sum(
-        each.copies * each.elements * (1 if is_muon and each.matrices else 2)
-        for each in weight_shapes(model)
+        weight.copies * weight.elements * (1 if is_muon and weight.matrices else 2)
+        for weight in weight_shapes(model)
     )
 
 
@@ -287,9 +289,9 @@ def _compression_flops(model: ModelConfig, segment_length: int) -> tuple[float, 
     d, c, T = model.d_model, model.compression_rate, segment_length
     w, k, _ = _widths(model)
     convolution, queries, leaving, compressed = 2 * d * d, 2 * d * w, 4 * d * k, 4 * d * k / c
-    expected, found = 4 * w * T, 4 * w * T / c
-    forward = convolution + queries + leaving + compressed + expected + found
-    return forward, convolution + 2 * (queries + leaving + expected) + compressed + found / 2
+    expected, actual = 4 * w * T, 4 * w * T / c
+    forward = convolution + queries + leaving + compressed + expected + actual
+    return forward, convolution + 2 * (queries + leaving + expected) + compressed + actual / 2
 
 
 def _output_flops(model: ModelConfig) -> float:
@@ -315,7 +317,7 @@ def vocabulary_bins(model: ModelConfig) -> list[tuple[int, int]]:
 
 def tail_shares(model: ModelConfig) -> list[float]:
     """Return each bin's fraction of tokens by Zipf's law, the vocabulary sorted by frequency."""
-    bounds = [_harmonic(each) for each in (0, *model.cutoffs, model.vocab_size)]
+    bounds = [_harmonic(count) for count in (0, *model.cutoffs, model.vocab_size)]
     return [(last - first) / bounds[-1] for first, last in pairwise(bounds)]
 
 

@@ -65,10 +65,10 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
         models.append(replace(run.model, memory_length=0, compressed_length=0, same_length=False))
     splits = [(_evaluated_tokens(run, run.data.path), models)]
     splits += [
-        (_evaluated_tokens(run, each.path), [run.model])
-        for each in evaluation_sets(run)  # a part may have no validation split
-        if each.path != run.data.path
-        and (not each.is_part or url_of(each.path) or _split_here(each.path))
+        (_evaluated_tokens(run, chosen.path), [run.model])
+        for chosen in evaluation_sets(run)  # a part may have no validation split
+        if chosen.path != run.data.path
+        and (not chosen.is_part or url_of(chosen.path) or _split_here(chosen.path))
     ]
     evaluation = None
     if None not in (tokens for tokens, _ in splits):
@@ -79,7 +79,7 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
         )
     return RunTime(
         of_step=tuple(of_step),
-        training=sum(count * each for (_, count), each in zip(spans, of_step, strict=True)),
+        training=sum(count * seconds for (_, count), seconds in zip(spans, of_step, strict=True)),
         evaluation=evaluation,
         evaluations=sum(counts),
         tokens=splits[0][0],

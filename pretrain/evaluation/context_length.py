@@ -70,9 +70,9 @@ def relative_effective_context_lengths(
             break
 
     def length_of(model: int, index: int) -> ContextLength:
-        found, grows = gains[model][index], (model, index) in growing
-        length = contexts.step * (len(found) + grows)
-        return ContextLength(shares[index], length, tuple(found), reached_longest=grows)
+        gained, grows = gains[model][index], (model, index) in growing
+        length = contexts.step * (len(gained) + grows)
+        return ContextLength(shares[index], length, tuple(gained), reached_longest=grows)
 
     return [[length_of(model, i) for i in range(len(shares))] for model in range(len(losses))]
 
@@ -111,7 +111,7 @@ class SplitPositions:
     ) -> Tensor:
         """Return the NLL [P] in float64 after exactly `length` tokens, read as a new stream."""
         device = next(module.parameters()).device
-        found = []
+        losses_of_windows = []
         for offsets_B in self.offsets_P.split(LANES):
             windows_BW = self.tokens_T[(offsets_B[:, None] + torch.arange(-length, 1))]
             tokens_BL, targets_B = windows_BW[:, :-1].to(device), windows_BW[:, -1].to(device)
@@ -124,19 +124,19 @@ class SplitPositions:
                 start, end = end, end + segment_length
             logits_BLV = stream.logits_BLV(tokens_BL[:, start:end], starts_BL[:, start:end], 1)
             scored_B1 = logits_BLV[:, -1].gather(1, targets_B[:, None])
-            found.append(-scored_B1.squeeze(1).double().cpu())
-        return torch.cat(found)
+            losses_of_windows.append(-scored_B1.squeeze(1).double().cpu())
+        return torch.cat(losses_of_windows)
 
 
 def context_rows(lengths: Sequence[ContextLength], step: int) -> list[tuple[str, ...]]:
     """Return the rows of a table for one model, heads first."""
     rows = [("r", "context length", f"perplexity decreases with each {step} tokens more by")]
-    gains = [[f"{gain:.1%}" for gain in each.gains] for each in lengths]
+    gains = [[f"{gain:.1%}" for gain in result.gains] for result in lengths]
     width = max((len(gain) for row in gains for gain in row), default=0)
     most = max(map(len, gains))
-    for each, texts in zip(lengths, gains, strict=True):
-        length = f"{each.length:,}{' or more' if each.reached_longest else ''}"
+    for result, texts in zip(lengths, gains, strict=True):
+        length = f"{result.length:,}{' or more' if result.reached_longest else ''}"
         # A step is in the same place of every row, also of those that end earlier.
         steps = " ".join(text.rjust(width) for text in [*texts, *[""] * (most - len(texts))])
-        rows.append((f"{each.share:g}", length, steps))
+        rows.append((f"{result.share:g}", length, steps))
     return rows

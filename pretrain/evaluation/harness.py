@@ -103,12 +103,12 @@ class TrainedLM(TemplateLM):
         Texts of similar length are read together.
         """
         order = sorted(range(len(requests)), key=lambda index: -_length(requests[index]))
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
         for start in _with_progress(range(0, len(order), self._batch_size), "batches scored"):
             self._before_batch()
             batch = order[start : start + self._batch_size]
-            found |= zip(batch, self._scores([requests[index] for index in batch]), strict=True)
-        return [found[index] for index in range(len(requests))]
+            scores |= zip(batch, self._scores([requests[index] for index in batch]), strict=True)
+        return [scores[index] for index in range(len(requests))]
 
     @torch.no_grad()
     def _scores(self, requests: Sequence[Request]) -> Iterator[tuple[float, bool]]:
@@ -147,12 +147,12 @@ class TrainedLM(TemplateLM):
         """Return the log-likelihood of every text, read as one, without the end after it."""
         texts = [request.args[0] for request in requests]
         encoded = [(text, self.tok_encode(text, add_special_tokens=False)) for text in texts]
-        found = iter(
+        scores = iter(
             self._loglikelihood_tokens(
                 [(("", text), [self.eot_token_id], tokens) for text, tokens in encoded if tokens]
             )
         )
-        return [next(found)[0] if tokens else 0.0 for _, tokens in encoded]
+        return [next(scores)[0] if tokens else 0.0 for _, tokens in encoded]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text after every context, up to a stop or the end of the document."""
@@ -231,7 +231,7 @@ def run_tasks(
     # The decorator that registers the class hides its arguments.
     model = TrainedLM(trained, **options)  # pyright: ignore[reportCallIssue]
     with _one_line("run", tasks), _functions(runs_code):
-        found = simple_evaluate(
+        output = simple_evaluate(
             model,
             tasks=list(tasks),
             task_manager=_manager(_needs_defaults(tasks)),
@@ -240,8 +240,8 @@ def run_tasks(
             log_samples=False,
             bootstrap_iters=bootstrap_iters,
         )
-    assert found is not None  # on the only rank
-    return {task: dict(metrics) for task, metrics in found.get("results", {}).items()}
+    assert output is not None  # on the only rank
+    return {task: dict(metrics) for task, metrics in output.get("results", {}).items()}
 
 
 def load_tasks(tasks: Sequence[str]) -> None:

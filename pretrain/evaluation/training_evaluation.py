@@ -67,13 +67,14 @@ def training_evaluator(
         result = measure(run.model.longest_memory)
         shown = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "tokens")
         without = result.loss if run.model.longest_memory == 0 else measure(0).loss
-        found = {name: getattr(result, name) for name in shown} | {"loss_without_memory": without}
+        measured = {name: getattr(result, name) for name in shown}
+        measured["loss_without_memory"] = without
         known = {validation: result}  # a part of a mixture may be the corpus of the run
         for name, directory in (sets or {}).items():
             if directory not in known:
                 known[directory] = measure(run.model.longest_memory, directory)
-            found |= set_values(name, known[directory].loss, known[directory].bits_per_byte)
-        return found
+            measured |= set_values(name, known[directory].loss, known[directory].bits_per_byte)
+        return measured
 
     return values
 

@@ -90,15 +90,15 @@ def sdpa_attention(
     """Attend with torch's kernels: FlashAttention on a GPU, which any tensor as mask rules out."""
     from torch.nn.attention.bias import causal_lower_right  # loads Triton's language
 
-    assert all(each is None for each in vars(terms).values())
+    assert all(tensor is None for tensor in vars(terms).values())
     assert not visibility.window
     assert visibility.documents_BC is None
     assert dropout.stream is None or not dropout.rate
     key_BCGH, value_BCGH = _joined(parts).unbind(2)
     N, H = query_BLNH.shape[2:]
-    inputs = [each.transpose(1, 2) for each in (query_BLNH, key_BCGH, value_BCGH)]
+    inputs = [tensor.transpose(1, 2) for tensor in (query_BLNH, key_BCGH, value_BCGH)]
     if H % 8:  # FlashAttention's widths are multiples of 8; torch would pad beyond the hooks below
-        inputs = [pad(each, (0, -H % 8)) for each in inputs]
+        inputs = [pad(tensor, (0, -H % 8)) for tensor in inputs]
     query, key, value = inputs
     mask = causal_lower_right(visibility.num_queries, visibility.num_keys)
     grouped = key_BCGH.shape[2] < N

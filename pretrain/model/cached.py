@@ -245,7 +245,7 @@ class CachedStream:
         self._expected = (memory_length, longest_segment)
         if num_tokens:
             memory_length, longest_segment = (
-                min(each, num_tokens) for each in (memory_length, longest_segment)
+                min(length, num_tokens) for length in (memory_length, longest_segment)
             )
         self._memory_length = memory_length
         self._longest_segment = longest_segment
@@ -271,8 +271,8 @@ class CachedStream:
         return self._module.head(hidden_BLD[:, -(num_last or 0) :], None)
 
     def select(self, rows_B: Tensor) -> None:
-        for each in self._caches:
-            each.select(rows_B)
+        for cache in self._caches:
+            cache.select(rows_B)
         if self._documents is not None and self._document_B is not None:
             self._documents.select(rows_B)
             self._document_B = self._document_B[rows_B]
@@ -300,8 +300,8 @@ class CachedStream:
             documents_BC,
             hidden_BLD.shape[1],
         )
-        for each in self._caches:
-            hidden_BLD = each.read(hidden_BLD, keys)
+        for cache in self._caches:
+            hidden_BLD = cache.read(hidden_BLD, keys)
         return hidden_BLD
 
     def _documents_BC(self, tokens_BL: Tensor, starts_BL: Tensor | None) -> Tensor:

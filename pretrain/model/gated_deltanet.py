@@ -150,12 +150,12 @@ def normalized(inputs: DeltaInputs) -> DeltaInputs:
     Tiny vectors become smaller, and zero stays zero.
     """
     query_BLNH, key_BLNH, value_BLNX = (
-        each.to(inputs.write_BLN.dtype)
-        for each in (inputs.query_BLNH, inputs.key_BLNH, inputs.value_BLNX)
+        vectors.to(inputs.write_BLN.dtype)
+        for vectors in (inputs.query_BLNH, inputs.key_BLNH, inputs.value_BLNX)
     )
     query_BLNH, key_BLNH = (
-        each * (each.square().sum(-1, keepdim=True) + NORM_SQUARE_EPSILON).rsqrt()
-        for each in (query_BLNH, key_BLNH)
+        vectors * (vectors.square().sum(-1, keepdim=True) + NORM_SQUARE_EPSILON).rsqrt()
+        for vectors in (query_BLNH, key_BLNH)
     )
     scaled_BLNH = query_BLNH * query_BLNH.shape[-1] ** -0.5
     return replace(inputs, query_BLNH=scaled_BLNH, key_BLNH=key_BLNH, value_BLNX=value_BLNX)

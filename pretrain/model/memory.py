@@ -66,7 +66,7 @@ class MemoryLayout:
         assert len(memory) == len([*self.parts]), (len(memory), len([*self.parts]))
         assert lane_count(memory) == num_lanes, (lane_count(memory), num_lanes)
         return self.taken_apart(
-            tuple(_cut(part, each) for part, each in zip(self.parts, memory, strict=True))
+            tuple(_cut(part, tensor) for part, tensor in zip(self.parts, memory, strict=True))
         )
 
     def taken_apart(self, memory: Memory) -> Carried:
@@ -85,21 +85,21 @@ class MemoryLayout:
 
     def joined(self, carried: Carried) -> Memory:
         """Return the memory that `taken_apart` takes apart."""
-        layers = (each for parts in carried.layers for each in parts)
+        layers = (tensor for parts in carried.layers for tensor in parts)
         shared = (carried.tokens_BXD, carried.compressed_documents_BK, carried.documents_BM)
-        return (*layers, *(each for each in shared if each is not None))
+        return (*layers, *(tensor for tensor in shared if tensor is not None))
 
     def named(self, memory: Memory) -> dict[str, Tensor]:
         """Return the tensors by the names of their parts."""
-        return {part.name: each for part, each in zip(self.parts, memory, strict=True)}
+        return {part.name: tensor for part, tensor in zip(self.parts, memory, strict=True)}
 
     def of_named(self, tensors: Mapping[str, Tensor], num_lanes: int) -> Memory | None:
         """Return the memory of these tensors; None if it cannot be one of that many lanes."""
         if tensors.keys() != {part.name for part in self.parts}:
             return None
         memory = tuple(tensors[part.name] for part in self.parts)
-        fit = (_fits(part, each, num_lanes) for part, each in zip(self.parts, memory, strict=True))
-        return memory if all(fit) else None
+        parts = zip(self.parts, memory, strict=True)
+        return memory if all(_fits(*part, num_lanes) for part in parts) else None
 
     def vectors(self, memory: Memory) -> list[Tensor]:
         """Return the first part of each layer as vectors, [B, rows, X]; a state is one."""
@@ -107,12 +107,12 @@ class MemoryLayout:
             (kept[0], parts[0])
             for kept, parts in zip(self.taken_apart(memory).layers, self.parts.layers, strict=True)
         )
-        return [_vectors(part, each) for each, part in firsts]
+        return [_vectors(part, tensor) for tensor, part in firsts]
 
     def moved(self, memory: Memory, device: torch.device, dtype: torch.dtype) -> Memory:
         """Return the memory on a device, activations in `dtype`."""
         parts = zip(self.parts, memory, strict=True)
-        return tuple(each.to(device, _dtype(part, dtype)) for part, each in parts)
+        return tuple(tensor.to(device, _dtype(part, dtype)) for part, tensor in parts)
 
     def after_forgotten_segment(self, memory: Memory | None, starts_BL: Tensor) -> Memory | None:
         """Return the same memory after a segment that is not remembered.
@@ -124,7 +124,7 @@ class MemoryLayout:
             return None
         started_B1 = starts_BL.sum(1, keepdim=True, dtype=torch.int32).to(memory[-1].device)
         parts = zip(self.parts, memory, strict=True)
-        return tuple(self._after_documents(part, each, started_B1) for part, each in parts)
+        return tuple(self._after_documents(part, tensor, started_B1) for part, tensor in parts)
 
     def _after_documents(self, part: LanePart, tensor: Tensor, started_B1: Tensor) -> Tensor:
         match part.kind:

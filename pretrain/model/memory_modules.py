@@ -101,8 +101,8 @@ class Compression(nn.Module):
         key_value = linear(rows_BXD, self.key_value_weight.detach())
         key_BXGH, value_BXGH = key_value.unflatten(-1, (2, -1, self._head_width)).unbind(2)
         key_BNXH, value_BNXH = (
-            each.repeat_interleave(self._heads_per_key, dim=2).transpose(1, 2)
-            for each in (_normed(key_BXGH, key_norm), value_BXGH)
+            rows.repeat_interleave(self._heads_per_key, dim=2).transpose(1, 2)
+            for rows in (_normed(key_BXGH, key_norm), value_BXGH)
         )
         scores_BNLX = query_BNLH @ key_BNXH.transpose(2, 3) * self._head_width**-0.5
         if seen_BLX is not None:

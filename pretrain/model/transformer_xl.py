@@ -174,11 +174,11 @@ class TransformerXL(nn.Module):
         for number, part_BL in enumerate(tokens_BL.chunk(num_segments, dim=1)):
             masks = dropout.of_segment(number) if dropout and self.training else None
             is_last = number == num_segments - 1
-            hidden_BLD, memory, found = self._read_segment(
+            hidden_BLD, memory, of_segment = self._read_segment(
                 part_BL, memory, starts[number], masks, state, carries_gradient=not is_last
             )
             hidden.append(hidden_BLD)
-            errors += found
+            errors += of_segment
         assert memory is not None
         hidden_BLD = hidden[0] if num_segments == 1 else torch.cat(hidden, dim=1)
         error = torch.stack(errors).sum() / num_segments if errors else None

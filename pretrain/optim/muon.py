@@ -84,10 +84,10 @@ class MatrixExchange:
         if not self._is_sharded:
             return {name: parts[name].view(self._shapes[name]) for name in self.owned}
         own = [parts[name] for name, (start, stop) in self._held if stop > start]
-        found = exchange_parts(torch.cat([*own, like]), self._to_owners, self._to_holders)
+        received = exchange_parts(torch.cat([*own, like]), self._to_owners, self._to_holders)
         wholes = {name: like.new_empty(self._shapes[name]) for name in self.owned}
         sizes = [stop - start for _, (start, stop) in self._owned]
-        for (name, (start, stop)), part in zip(self._owned, found.split(sizes), strict=True):
+        for (name, (start, stop)), part in zip(self._owned, received.split(sizes), strict=True):
             wholes[name].view(-1)[start:stop] = part
         return wholes
 
@@ -95,10 +95,10 @@ class MatrixExchange:
         """Return the elements that this rank holds, flat. `wholes` are matrices that it owns."""
         flat = {name: whole.reshape(-1) for name, whole in wholes.items()}
         own = [flat[name][start:stop] for name, (start, stop) in self._owned]
-        found = exchange_parts(torch.cat([*own, like]), self._to_holders, self._to_owners)
+        received = exchange_parts(torch.cat([*own, like]), self._to_holders, self._to_owners)
         sizes = [stop - start for _, (start, stop) in self._held]
         names = [name for name, _ in self._held]
-        return dict(zip(names, found.split(sizes), strict=True))
+        return dict(zip(names, received.split(sizes), strict=True))
 
 
 def owners(costs: Sequence[float], num_ranks: int) -> list[int]:
@@ -107,11 +107,11 @@ def owners(costs: Sequence[float], num_ranks: int) -> list[int]:
     With equal costs these are ranks 0, 1, 2 and so on in turn.
     """
     loads = [0.0] * num_ranks
-    found = [0] * len(costs)
+    chosen = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        found[index] = min(range(num_ranks), key=loads.__getitem__)
-        loads[found[index]] += costs[index]
-    return found
+        chosen[index] = min(range(num_ranks), key=loads.__getitem__)
+        loads[chosen[index]] += costs[index]
+    return chosen
 
 
 def _total_size(spans: Sequence[Span]) -> int:
@@ -157,7 +157,7 @@ class Muon(GuardedAdamW):
         fragments = self.index.fragments_in(masters)
         exchange = self._matrix_exchange(self.index, group, masters, fragments)
         like = torch.empty(0, dtype=self._dtype, device=self.index.world.device)
-        averages = {each.name: self._average(each).to(like) for each in fragments}
+        averages = {fragment.name: self._average(fragment).to(like) for fragment in fragments}
         wholes = exchange.gather(averages, like)
         for name in exchange.owned:
             stacked = wholes[name].chunk(stacked_matrices(name))
@@ -176,10 +176,11 @@ class Muon(GuardedAdamW):
         rate, decay = group["lr"], group["weight_decay"]
         measured = self.meter is not None and self.meter.is_on
         updates: list[Tensor] = []
-        for each in fragments:
-            rows, width = group["shapes"][each.name]
-            scale = update_scale(rows // stacked_matrices(each.name), width)
-            weight, update = each.values["weight"], orthogonal[each.name].to(each.master.device)
+        for fragment in fragments:
+            rows, width = group["shapes"][fragment.name]
+            scale = update_scale(rows // stacked_matrices(fragment.name), width)
+            weight = fragment.values["weight"]
+            update = orthogonal[fragment.name].to(weight.device)
             if measured:
                 updates.append(update.float() * scale + decay * weight)
             weight.mul_(1.0 - rate * decay)
@@ -200,8 +201,8 @@ class Muon(GuardedAdamW):
             shapes = {name: group["shapes"][name] for name in names}
             costs = {name: _cost(name, *shape) for name, shape in shapes.items()}
             spans = {
-                each.name: (each.start, each.start + each.values["weight"].numel())
-                for each in fragments
+                fragment.name: (fragment.start, fragment.start + fragment.values["weight"].numel())
+                for fragment in fragments
             }
             self._exchanges[names] = MatrixExchange(
                 shapes, costs, spans, index.is_sharded, index.world
@@ -216,12 +217,12 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if is_tall else matrix
-    found = found / found.norm().clamp(min=SMALLEST_NORM)
+    wide = matrix.T if is_tall else matrix
+    wide = wide / wide.norm().clamp(min=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if is_tall else found
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if is_tall else wide
 
 
 def update_scale(rows: int, width: int) -> float:

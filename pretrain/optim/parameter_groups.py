@@ -171,9 +171,9 @@ _ROLES: dict[Role, str] = {
 
 def parameter_role(name: str) -> Role:
     """Return what the parameter of this name is; a new parameter must be added to the table."""
-    found: list[Role] = [role for role, names in _ROLES.items() if re.fullmatch(names, name)]
-    assert len(found) == 1, f"parameter {name} has the roles {found}, expected one of {[*_ROLES]}"
-    return found[0]
+    roles: list[Role] = [role for role, names in _ROLES.items() if re.fullmatch(names, name)]
+    assert len(roles) == 1, f"parameter {name} has the roles {roles}, expected one of {[*_ROLES]}"
+    return roles[0]
 
 
 def decays(role: Role) -> bool:
@@ -273,8 +273,8 @@ def state_of_parameters(groups: Iterable[dict[str, Any]]) -> dict[str, tuple[str
 
 def layer_name(parameter_name: str) -> str:
     """Return the layer that a parameter is counted in."""
-    if found := re.match(r"(?:layers|compressions)\.(\d+)\.", parameter_name):
-        return f"layer.{found[1]}"
+    if number := re.match(r"(?:layers|compressions)\.(\d+)\.", parameter_name):
+        return f"layer.{number[1]}"
     return {"embedding": "embedding", "head": "output"}.get(parameter_name.split(".")[0], "shared")
 
 

@@ -110,8 +110,8 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
         # The library has the number of the system's error in its text only.
-        if found := _OS_ERROR.search(str(error)):
-            number = int(found[1])
+        if match := _OS_ERROR.search(str(error)):
+            number = int(match[1])
             raise OSError(number, os.strerror(number), str(path)) from None
         raise CheckpointError(f"{path} cannot be written: {error}") from None
     # safetensors creates files that only their owner can read; give them the usual mode.
@@ -319,13 +319,13 @@ def _refuse_other_function(run: RunConfig, export: Path, trained: ModelConfig) -
     its, ours = trained.function_settings(), run.model.function_settings()
     odd = sorted(name for name in its.keys() | ours.keys() if its.get(name) != ours.get(name))
     if odd:
-        found = "; ".join(
+        differences = "; ".join(
             f"model.{name} is {getattr(trained, name)} there and {getattr(run.model, name)} here"
             for name in odd
         )
         raise CheckpointError(
-            f"initial_weights={export} were trained as another function: {found}; use the model "
-            f"settings in {export / CONFIG}"
+            f"initial_weights={export} were trained as another function: {differences}; use the "
+            f"model settings in {export / CONFIG}"
         )
 
 

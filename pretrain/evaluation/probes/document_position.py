@@ -178,7 +178,7 @@ def loss_by_position(
     max_tokens: int = 0,
 ) -> list[PositionLoss]:
     """Return the losses of the split, or its first `max_tokens`, with each memory length."""
-    found = []
+    results = []
     for memory_length in memory_lengths:
         by_position = PositionScorer(scorer)
         evaluated = evaluate(
@@ -189,5 +189,5 @@ def loss_by_position(
             num_lanes=num_lanes,
             max_tokens=max_tokens,
         )
-        found.append(by_position.result(evaluated))
-    return found
+        results.append(by_position.result(evaluated))
+    return results

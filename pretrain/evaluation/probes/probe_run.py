@@ -64,7 +64,7 @@ class ProbeResults:
 
     def values(self) -> dict[str, Any]:
         """Return all numbers, ready for JSON."""
-        measured = {name: list(map(asdict, found)) for name, found in self.recalls.items()}
+        measured = {name: list(map(asdict, results)) for name, results in self.recalls.items()}
         if self.position:
             measured["position"] = list(map(asdict, self.position))
         if self.attention is not None:
@@ -80,17 +80,17 @@ class ProbeResults:
 
     def summary(self) -> dict[str, float]:
         """Return one number or two of each probe, by the name of its column."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for name, recalls in self.recalls.items():
-            found[f"{name}_distance"] = recall_distance(recalls)
-            found[f"{name}_accuracy"] = fmean(each.accuracy for each in recalls)
+            numbers[f"{name}_distance"] = recall_distance(recalls)
+            numbers[f"{name}_accuracy"] = fmean(each.accuracy for each in recalls)
         if len(self.position) == 2:
             with_memory, without = self.position
-            found["position_gain"] = without.losses[-1] - with_memory.losses[-1]
+            numbers["position_gain"] = without.losses[-1] - with_memory.losses[-1]
         if self.attention is not None:
-            found["attention_to_memory"] = mean_over_heads(self.attention.share("memory"))
-            found["attention_entropy"] = mean_over_heads(self.attention.entropy)
-        return found
+            numbers["attention_to_memory"] = mean_over_heads(self.attention.share("memory"))
+            numbers["attention_entropy"] = mean_over_heads(self.attention.entropy)
+        return numbers
 
 
 def mean_over_heads(by_layer_and_head: list[list[float]]) -> float:

@@ -120,12 +120,12 @@ def module(name: str) -> Module:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 defined = [node.name]
             elif isinstance(node, ast.Try):  # an import that may fail
-                imports = [each for each in node.body if isinstance(each, ast.Import)]
-                defined = [alias.name for each in imports for alias in each.names]
-            for each in defined:
-                read.definitions[each] = Definition(node.lineno, source, uses)
+                imports = [line for line in node.body if isinstance(line, ast.Import)]
+                defined = [alias.name for line in imports for alias in line.names]
+            for defined_name in defined:
+                read.definitions[defined_name] = Definition(node.lineno, source, uses)
     return read
 
 
 def _names_in(node: ast.AST) -> list[str]:
-    return [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]

@@ -46,12 +46,14 @@ class XLPretrainConfig(PretrainedConfig):
         self.segment_length = segment_length
         self.trained_keys = tuple(trained_keys)
         self.document_end_id = document_end_id
-        for each in fields(ModelConfig):
-            value = settings.pop(each.name, each.default)
-            setattr(self, each.name, tuple(value) if isinstance(value, list) else value)
+        for field in fields(ModelConfig):
+            value = settings.pop(field.name, field.default)
+            setattr(self, field.name, tuple(value) if isinstance(value, list) else value)
         # What is tied follows from `tie_embeddings` and other settings, not from this.
         super().__init__(**{**settings, "tie_word_embeddings": True})
 
     def model_config(self) -> ModelConfig:
         """Return the settings of the model; ValueError if they are inconsistent."""
-        return ModelConfig(**{each.name: getattr(self, each.name) for each in fields(ModelConfig)})
+        return ModelConfig(
+            **{field.name: getattr(self, field.name) for field in fields(ModelConfig)}
+        )

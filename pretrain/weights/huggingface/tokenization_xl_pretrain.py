@@ -56,7 +56,7 @@ class XLPretrainTokenizer(PreTrainedTokenizer):
 
     def _tokenize(self, text: str, **options: Any) -> list[str]:
         ids = list(text.encode()) if self._processor is None else self._processor.encode(text)
-        return [self._names[each] for each in ids]
+        return [self._names[number] for number in ids]
 
     def _convert_token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
@@ -70,19 +70,21 @@ class XLPretrainTokenizer(PreTrainedTokenizer):
     def _decode(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, token_ids: Any, skip_special_tokens: bool = False, **options: Any
     ) -> str:
-        ids = [token_ids] if isinstance(token_ids, int) else [int(each) for each in token_ids]
+        ids = [token_ids] if isinstance(token_ids, int) else [int(number) for number in token_ids]
         if skip_special_tokens:
             return self._text_of(ids)
         parts: list[list[int]] = [[]]
-        for each in ids:
-            if each == self._end_id:
+        for number in ids:
+            if number == self._end_id:
                 parts.append([])
             else:
-                parts[-1].append(each)
+                parts[-1].append(number)
         return self._names[self._end_id].join(map(self._text_of, parts))
 
     def _text_of(self, ids: list[int]) -> str:
-        kept = [each for each in ids if each != self._end_id and 0 <= each < len(self._names)]
+        kept = [
+            number for number in ids if number != self._end_id and 0 <= number < len(self._names)
+        ]
         if self._processor is None:
             return bytes(kept).decode(errors="replace")
         return self._processor.decode(kept)
