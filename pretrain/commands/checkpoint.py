@@ -63,23 +63,23 @@ def run_list(arguments: argparse.Namespace) -> Answer:
         for line in run_dir.read_metrics()
         if line["kind"] == "evaluation"
     }
-    found: list[dict[str, Any]] = [
+    checkpoints: list[dict[str, Any]] = [
         {"step": step, **_contents(files.step_directory(run_dir.checkpoints, step))}
         | {"validation": losses.get(step)}
         for step in files.steps_on_disk(run_dir.checkpoints)
     ]
     rows = [
         (
-            str(each["step"]),
-            str(each["ranks"] or "?"),
-            "unreadable" if each["tokens"] is None else str(each["tokens"]),
-            format_number(each["validation"], ".4f"),
-            "?" if each["bytes"] is None else f"{each['bytes'] / 2**20:.1f}",
+            str(checkpoint["step"]),
+            str(checkpoint["ranks"] or "?"),
+            "unreadable" if checkpoint["tokens"] is None else str(checkpoint["tokens"]),
+            format_number(checkpoint["validation"], ".4f"),
+            "?" if checkpoint["bytes"] is None else f"{checkpoint['bytes'] / 2**20:.1f}",
         )
-        for each in found
+        for checkpoint in checkpoints
     ]
     table = text_table([("step", "ranks", "tokens", "validation", "MiB"), *rows])
-    return Answer(table if rows else _none_in(run_dir), found)
+    return Answer(table if rows else _none_in(run_dir), checkpoints)
 
 
 def _none_in(run_dir: RunDir) -> str:
@@ -88,13 +88,13 @@ def _none_in(run_dir: RunDir) -> str:
 
 def _contents(directory: Path) -> dict[str, Any]:
     """Return the size of a checkpoint, and what its index says; None where that is unreadable."""
-    found: dict[str, Any] = {"ranks": None, "tokens": None, "bytes": None}
+    contents: dict[str, Any] = {"ranks": None, "tokens": None, "bytes": None}
     try:
-        found["bytes"] = sum(path.stat().st_size for path in directory.iterdir())
+        contents["bytes"] = sum(path.stat().st_size for path in directory.iterdir())
         index = read_json(directory / files.INDEX, LARGEST_LIST_BYTES)
-        return found | {"ranks": index["world_size"], "tokens": index["tokens_seen"]}
+        return contents | {"ranks": index["world_size"], "tokens": index["tokens_seen"]}
     except (OSError, ValueError, KeyError, TypeError):  # a run may be removing it
-        return found
+        return contents
 
 
 def run_verify(arguments: argparse.Namespace) -> Answer:
@@ -113,7 +113,7 @@ def run_verify(arguments: argparse.Namespace) -> Answer:
         answers.append({"step": step, "state": state.lower(), "problem": problem})
         if not arguments.json:
             print(f"step {step}: {state}" + (f"  {problem}" if problem else ""), flush=True)
-    states = [each["state"] for each in answers if each["state"] != "pruned"]
+    states = [answer["state"] for answer in answers if answer["state"] != "pruned"]
     valid = states.count("valid")
     status = EXIT_CORRUPTED if "corrupted" in states else EXIT_USER_ERROR
     return Answer(

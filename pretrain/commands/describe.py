@@ -19,11 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain describe`."""
     add_experiment(parser, "experiment or model file (YAML), or a run")
     add_hardware_arguments(parser)
-    parser.add_argument(
-        "--mfu",
-        type=float,
-        help="assumed utilization of the peak, by all FLOPs (default 0.35, on a CPU 0.25)",
-    )
+    add = parser.add_argument
+    add("--mfu", type=float, help="assumed utilization of the peak (default 0.35, on a CPU 0.25)")
     add_json(parser)
 
 
@@ -33,7 +30,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if is_run := path.is_dir():
         path = RunDir.open(path).config_file
     config = load_config(RunConfig, path, arguments.overrides)
-    if is_run and not any(each.startswith("data.") for each in arguments.overrides):
+    if is_run and not any(override.startswith("data.") for override in arguments.overrides):
         refuse_foreign_urls(path, config)
     hardware = hardware_of(arguments)
     config = resolve_if_built(config)

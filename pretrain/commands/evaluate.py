@@ -86,15 +86,15 @@ def run(arguments: argparse.Namespace) -> int | Answer:
 def _check(arguments: argparse.Namespace) -> None:
     """Set defaults; ConfigError for bad numbers and for flags that would have no effect."""
     memory_lengths = arguments.memory_length or []
-    for what, flags in OWN_FLAGS.items():
+    for kind, flags in OWN_FLAGS.items():
         for name, default in flags.items():
             value = getattr(arguments, name)
             if value is None or value is False:
                 setattr(arguments, name, default)
-            elif not getattr(arguments, what):
-                raise ConfigError(f"{_flag(name)} requires {_flag(what)}")
-        if getattr(arguments, what) and len(memory_lengths) > 1:
-            raise ConfigError(f"{_flag(what)} goes with one --memory-length; compare two calls")
+            elif not getattr(arguments, kind):
+                raise ConfigError(f"{_flag(name)} requires {_flag(kind)}")
+        if getattr(arguments, kind) and len(memory_lengths) > 1:
+            raise ConfigError(f"{_flag(kind)} goes with one --memory-length; compare two calls")
     check_least(arguments, 0, "memory_length", "segment_length", "lanes", "max_tokens", "clamp")
     check_least(arguments, 0, "limit", "few_shot")
     check_least(arguments, 1, "trials")

@@ -219,6 +219,6 @@ def _probes(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) ->
 
 
 def _how_to_read(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[int, int]:
-    """Return the lengths of memory and segment, by default those of training."""
+    """Return the lengths of memory and segment, by default as in training."""
     memory = (arguments.memory_length or [trained.config.model.longest_memory])[0]
     return memory, arguments.segment_length or trained.segment_length

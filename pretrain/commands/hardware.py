@@ -11,35 +11,18 @@ from pretrain.costs.hardware import Hardware, chosen_hardware
 
 
 def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options that `hardware_of` reads."""
-    parser.add_argument(
-        "--cluster", type=Path, help="cluster file (configs/clusters/*.yaml) with GPUs per node"
-    )
-    parser.add_argument(
-        "--nodes",
-        default="1",
-        metavar="N|N+S",
-        help="nodes; of 4+1, with a spare one, 4 train and count (default 1)",
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        "--gpus",
-        type=int,
-        help="ranks per node (default: the cluster's, else 1)",
-    )
-    parser.add_argument(
-        "--gpu",
-        type=lambda name: {each.lower(): each for each in DEVICES}.get(name.lower(), name),
-        choices=sorted(DEVICES),
-        metavar="NAME",
-        help=f"a rank's device: {', '.join(sorted(DEVICES))} (default: the cluster's, else cpu)",
-    )
-    for name, unit, words in (
-        ("--gpu-memory", "bytes", "memory of a GPU, such as 40GiB"),
-        ("--gpu-flops", "FLOPs", "peak of a GPU in FLOPs per second, such as 400T"),
-    ):
-        words += " (default: the cluster's, else the data sheet's)"
-        parser.add_argument(name, type=amount_of(unit), default=0.0, metavar="N", help=words)
+    """Add the options that `hardware_of` reads; they win over those of the cluster file."""
+    add, size, speed = parser.add_argument, amount_of("bytes"), amount_of("FLOPs")
+
+    def device(name: str) -> str:
+        return {known.lower(): known for known in DEVICES}.get(name.lower(), name)
+
+    add("--cluster", type=Path, help="cluster file (configs/clusters/*.yaml) with GPUs per node")
+    add("--nodes", default="1", metavar="N|N+S", help="nodes; of 4+1, with a spare one, 4 train")
+    add("--gpus-per-node", "--gpus", type=int, help="ranks per node (default 1)")
+    add("--gpu", type=device, choices=sorted(DEVICES), metavar="NAME", help="device (default: cpu)")
+    add("--gpu-memory", type=size, default=0.0, metavar="N", help="of a GPU, such as 40GiB")
+    add("--gpu-flops", type=speed, default=0.0, metavar="N", help="a GPU's peak, such as 400T")
 
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware:

@@ -55,10 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_known_vocabulary(config: RunConfig, home: Path) -> RunConfig:
-    """Set the vocabulary's size from the tokenizer in `home`, if there is one.
-
-    Raises ConfigError if the two sizes differ or if neither is known.
-    """
+    """Set the vocabulary's size from the tokenizer in `home`; ConfigError if it is unclear."""
     tokenizer = home / TOKENIZER_DIRECTORY
     if not tokenizer.is_dir():
         if not config.model.vocab_size:

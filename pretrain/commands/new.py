@@ -15,7 +15,7 @@ from foundation.settings import require_name
 from foundation.sizes import amount_of, size_of
 from foundation.yaml_files import require_yaml_name
 from pretrain.config.resolve import resolve
-from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
+from pretrain.scaling.new_experiment import TrainingText, experiment_text, new_experiment
 from pretrain.terminal.text import counted, si
 
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = arguments.overrides
     config = new_experiment(file.stem, text, arguments.parameters, paper, steps, overrides)
     config = resolve(config)
-    write_new(file, as_file(config, file, text, overrides))
+    write_new(file, experiment_text(config, file, text, overrides))
     tokens = config.optim.steps * config.tokens_per_step
     print(
         f"{file}: {counted(config.optim.steps, 'step')} of {config.tokens_per_step:,} tokens, "

@@ -51,14 +51,11 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_question(parser: argparse.ArgumentParser) -> None:
-    """The flags of what is asked: the optimum of a budget, or one run."""
+    """Define the flags of a question: the optimum of a budget, or one run."""
     add = parser.add_argument
-    for name, letter, words in (
-        ("flops", "C", "the compute-optimal run of this many training FLOPs"),
-        ("params", "N", "with --tokens: the run of this many parameters"),
-        ("tokens", "D", "with --params: the run over this many tokens"),
-    ):
-        add(f"--{name}", type=amount_of(name), metavar=letter, help=words)
+    add("--flops", type=amount_of("flops"), metavar="C", help="the best run of these FLOPs")
+    add("--params", type=amount_of("params"), metavar="N", help="of a run, with --tokens")
+    add("--tokens", type=amount_of("tokens"), metavar="D", help="of a run, with --params")
     add("--force", action="store_true", help="predict even far from the fitted runs")
 
 

@@ -41,7 +41,7 @@ from pretrain.scaling.fit import (
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.law import amount, as_loss, shown
 from pretrain.scaling.recipe import FAR_SIZE, Family, with_budget
-from pretrain.scaling.report import fit_lines, fit_tree, write_report
+from pretrain.scaling.report import fit_lines, fit_tree, write_fit_page
 from pretrain.scaling.table import Columns, Points, read_points
 from pretrain.sweeps.cells import cells_directory, cells_of
 from pretrain.sweeps.sweep_file import read_sweep
@@ -203,6 +203,6 @@ def run_report(arguments: argparse.Namespace) -> int:
         print(write_sweep_page(rows, arguments.runs, output, arguments.title))
         return 0
     fit = fit_all(points_of(arguments))
-    path = write_report(fit, arguments.runs, output, arguments.title)
+    path = write_fit_page(fit, arguments.runs, output, arguments.title)
     print("\n".join([*fit_lines(fit), f"report: {path}"]))
     return 0

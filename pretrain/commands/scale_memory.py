@@ -47,10 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
                 f"({low:.3g} to {high:.3g}); add runs nearer to it, or use --force"
             )
     fit = fit_memory_law(runs)
-    found = [best_memory(fit, flops) for flops in budgets]
+    optima = [best_memory(fit, flops) for flops in budgets]
     heads = ["FLOPs", f"best memory, {LEVEL}% interval", "N", "D", "loss", "without memory"]
     print(_law_text(fit))
-    print(fitted_table([heads, *map(_row, found)]))
+    print(fitted_table([heads, *map(_row, optima)]))
     return 0
 
 
@@ -62,26 +62,22 @@ def _law_text(fit: MemoryFit) -> str:
     if np.ptp(runs.parameters_P) == 0:
         floor, size = floor + a, ""
     context = g / mean_power(shortest, law.segment_length, gamma)
-    error_P = law.errors(runs)
-    lengths = np.unique(runs.memory_P)
-    errors = [f"{error_P[runs.memory_P == each].mean():+.2%} at {each:.0f}" for each in lengths]
     return (
         f"{counted(len(runs.loss_P), 'run')} with segments of {runs.segment_length}: loss = "
         f"{floor:.4g}{size} + {b * tokens**beta:.4g} / D^{beta:.3f} + {context:.4g} "
         f"<k^-{gamma:.3f}>, a mean over tokens with k = memory + 1 to memory + "
         f"{runs.segment_length} keys\n"
-        f"mean absolute error {np.abs(error_P).mean():.2%}; predicted - measured by memory length: "
-        f"{', '.join(errors)}\n"
+        f"mean absolute error {np.abs(law.errors(runs)).mean():.2%}\n"
     )
 
 
-def _row(found: BestMemory) -> list[str]:
-    memory = shown(found.memory, "{:.0f}".format)
+def _row(optimum: BestMemory) -> list[str]:
+    memory = shown(optimum.memory, "{:.0f}".format)
     return [
-        flops_text(found.flops),
-        f"at least {memory}" if found.is_edge else memory,
-        amount(found.parameters),
-        amount(found.tokens),
-        shown(found.loss, as_loss),
-        f"{found.without:.4f} ({found.without / found.loss.value - 1:+.2%})",
+        flops_text(optimum.flops),
+        f"at least {memory}" if optimum.is_edge else memory,
+        amount(optimum.parameters),
+        amount(optimum.tokens),
+        shown(optimum.loss, as_loss),
+        f"{optimum.without:.4f} ({optimum.without / optimum.loss.value - 1:+.2%})",
     ]

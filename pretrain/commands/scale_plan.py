@@ -26,9 +26,9 @@ from pretrain.costs.flops import computed_step_flops
 from pretrain.costs.hardware import GIB, Hardware
 from pretrain.scaling.law import amount
 from pretrain.scaling.learning_rate import FEWEST_RATES, TunedRule
+from pretrain.scaling.machine import Machine, placement, placement_totals
 from pretrain.scaling.plan import (
     TOKENS_PER_PARAMETER,
-    Machine,
     PlannedRun,
     as_trunks,
     at_computed_flops,
@@ -39,11 +39,8 @@ from pretrain.scaling.plan import (
     length_axes,
     make_sweep,
     optimum_at_ratio,
-    placement,
-    placement_totals,
     plan_sizes,
     planned_run,
-    simulated_table,
     spread_sizes,
     trunk_sizes,
     varied,
@@ -56,6 +53,7 @@ from pretrain.scaling.recipe import (
     with_budget,
     with_steps,
 )
+from pretrain.scaling.simulation import simulated_table
 from pretrain.sweeps.sweep_file import Kind, check_sweep_output, sweep_path, write_sweep
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
@@ -148,7 +146,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     write_sweep(path, make_sweep(name, file, base, runs, path.parent, notes, kind))
     lines.append(f"sweep: {path} ({counted(len(runs), 'cell')})")
     lines.append(f"next: launcher sweep submit {path} {where}, then pretrain scale collect {path}")
-    cells = [{"name": each.name, **vars(each.cost), **each.facts} for each in runs]
+    cells = [{"name": item.name, **vars(item.cost), **item.facts} for item in runs]
     return Answer("\n".join(lines), {"sweep": path, "cells": cells})
 
 
@@ -195,20 +193,20 @@ def _of_one_model(kind: Kind, base: RunConfig, arguments: argparse.Namespace) ->
     segments = arguments.segments or [base.data.segment_length]
     memories = arguments.memories or [base.model.longest_memory]
     flops = computed_step_flops(base, 1) * steps
-    found = []
+    made = []
     for run in varied(file, overrides, [*length_axes(base, segments, memories), seeds]):
         same = {"tokens": with_steps(run, steps), "flops": at_computed_flops(run, flops)}
         if same["tokens"] == same["flops"]:
-            found.append(same["tokens"])
+            made.append(same["tokens"])
         else:
-            found += [replace(run, name=f"{run.name}-same-{what}") for what, run in same.items()]
-    return list(map(planned_run, found))
+            made += [replace(run, name=f"{run.name}-same-{kept}") for kept, run in same.items()]
+    return list(map(planned_run, made))
 
 
 def _sizes_at_budgets(
     base: RunConfig, arguments: argparse.Namespace
 ) -> tuple[list[PlannedRun], list[str], str]:
-    """The runs, notes on them, and the flags with which 'launcher sweep submit' starts them."""
+    """Return the runs, notes on them, and the flags of 'launcher sweep submit' for them."""
     for name in ("budgets", "holdout-budgets"):
         for budget in getattr(arguments, name.replace("-", "_")):
             check_amount(name, budget)

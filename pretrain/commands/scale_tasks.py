@@ -66,29 +66,29 @@ def _prediction(task: TaskFit, loss: str, arguments: argparse.Namespace) -> list
         parameters = law.parameters(log_flops).value
         tokens = law.tokens(log_flops, task.fit.flops_law).value
     doubts, lines = refuse_wild(run_doubts(task.fit, parameters, tokens), arguments.force), []
-    found, accuracy = task.predict(parameters, tokens)
-    if (distance := task.extrapolated(found.value)) > FARTHEST:
+    predicted, accuracy = task.predict(parameters, tokens)
+    if (distance := task.extrapolated(predicted.value)) > FARTHEST:
         lines.append(
-            f"warning: a loss of {as_loss(found.value)} is {distance:.0%} of the range of the "
+            f"warning: a loss of {as_loss(predicted.value)} is {distance:.0%} of the range of the "
             "runs' losses below the lowest: the accuracy is extrapolated; add better runs"
         )
     return [
         *lines,
         *doubts,
-        f"N {amount(parameters)}, D {amount(tokens)}: {loss} {shown(found, as_loss)}, "
+        f"N {amount(parameters)}, D {amount(tokens)}: {loss} {shown(predicted, as_loss)}, "
         f"{arguments.accuracy} {shown(accuracy, _as_percent)}",
     ]
 
 
 def _step_lines(task: TaskFit, loss: str, accuracy: str) -> list[str]:
-    found, fitted = task.sigmoid, task.law.fit
+    sigmoid, fitted = task.sigmoid, task.law.fit
     assert isinstance(fitted, ParametricFit)
     law = fitted.law
     return [
         f"step 1, {counted(len(task.loss_P), 'run')}: {loss} = {law.E:.4g} + {law.A:.4g} / "
         f"N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}, mean absolute error "
         f"{fitted.mean_error:.2%}",
-        f"step 2: {accuracy} = {found.floor:.3f} + {found.ceiling - found.floor:.3f} / "
-        f"(1 + exp({found.steepness:.3g} ({loss} - {found.middle:.3f}))), mean absolute error "
+        f"step 2: {accuracy} = {sigmoid.floor:.3f} + {sigmoid.ceiling - sigmoid.floor:.3f} / "
+        f"(1 + exp({sigmoid.steepness:.3g} ({loss} - {sigmoid.middle:.3f}))), mean absolute error "
         f"{100 * task.mean_error:.2f} points",
     ]

@@ -28,12 +28,8 @@ from pretrain.terminal.log import add_log_level_argument, set_up_logging
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain train`."""
     add_experiment(parser)
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        required=True,
-        help="output directory for checkpoints and metrics; resumed if it contains this run",
-    )
+    add = parser.add_argument
+    add("--run-dir", type=Path, required=True, help="of checkpoints and metrics; may have this run")
     add_from_step(parser)
     add_log_level_argument(parser)
 

@@ -38,23 +38,13 @@ ELASTIC_TOLERANCE = 1e-5  # relative, of losses in fp32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain verify-resume`."""
     add_experiment(parser)
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default 2)")
-    parser.add_argument("--steps", type=int, default=20, help="steps to train (default 20)")
-    parser.add_argument(
-        "--kill-at", type=int, default=7, metavar="STEP", help="SIGKILL after it (default 7)"
-    )
-    parser.add_argument(
-        "--resume-ranks", type=int, metavar="N", help="ranks when resuming (default: the same)"
-    )
-    parser.add_argument(
-        "--resume-zero",
-        type=int,
-        choices=(0, 1, 2, 3),
-        help="ZeRO stage when resuming (default: the same)",
-    )
-    parser.add_argument(
-        "--work-dir", type=Path, help="keep the runs in DIR (default: a temporary directory)"
-    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="number of ranks (default 2)")
+    add("--steps", type=int, default=20, help="steps to train (default 20)")
+    add("--kill-at", type=int, default=7, metavar="STEP", help="SIGKILL after it (default 7)")
+    add("--resume-ranks", type=int, metavar="N", help="ranks when resuming (default: the same)")
+    add("--resume-zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage when resuming")
+    add("--work-dir", type=Path, help="keep the runs in DIR (default: a temporary directory)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,8 +122,7 @@ def train_ranks(
 ) -> None:
     """Train on ranks of this machine to the end or, with the fault sigkill@N, to step N.
 
-    Shows what rank 0 logs. Raises UserError with the last lines of the rank that failed if the
-    ranks exit in any other way.
+    Raise UserError with the last lines of the rank that failed if they exit in any other way.
     """
     command = train_command(config, run_dir.path, *overrides)
     environment = {FAULT_VARIABLE: fault}
@@ -156,7 +145,7 @@ def _resume_ranks(arguments: argparse.Namespace) -> int:
 
 
 def settings_of_check(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
-    """The user's settings, and those of a run as short as this check."""
+    """Return the user's settings, made as short as this check."""
     schedule = config.optim.schedule
     return [
         "evaluation.max_tokens=2000",

@@ -5,8 +5,8 @@
     flops: 6e11                 # of training, of every run
     rates: [2e-3, 4e-3, 8e-3]   # every member is trained with each...
     seeds: [1, 2]               # ...and each of these
-    settings: [model.d_model=64]                # of all members; may be left out
-    members:                    # settings by which each differs from the experiment
+    settings: [model.d_model=64]                # of all members; optional
+    members:                    # how each differs from the experiment
       no-memory: [model.memory_length=0]
       transformer-xl: []
 
@@ -52,30 +52,29 @@ class Comparison:
                 raise ConfigError(
                     f"{name}={list(values)}: expected one or more different numbers, none negative"
                 )
-        for each in (*self.settings, *(each for item in self.members.values() for each in item)):
-            if each.partition("=")[0] in _PLANNED:
-                raise ConfigError(f"{each} follows from flops, rates and seeds; leave it out")
+        for setting in (
+            *self.settings,
+            *(setting for item in self.members.values() for setting in item),
+        ):
+            if setting.partition("=")[0] in _PLANNED:
+                raise ConfigError(f"{setting} follows from flops, rates and seeds; leave it out")
 
 
 def read_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
-    """Return the comparison in a file, with further settings of all members.
-
-    ConfigError lists everything that is wrong with it.
-    """
+    """Return the comparison in a file, with further settings of all members."""
     tree = read_tree(path)
     members = tree.get("members")
     for member, settings in members.items() if isinstance(members, dict) else ():
         check_overrides(f"{path}: members.{member}", settings)
     check_overrides(f"{path}: settings", tree.get("settings", []))
-    found = load_config(Comparison, path)
-    return replace(found, settings=(*found.settings, *overrides))
+    comparison = load_config(Comparison, path)
+    return replace(comparison, settings=(*comparison.settings, *overrides))
 
 
 def plan_members(comparison: Comparison, experiment: Path) -> list[PlannedRun]:
-    """Every member at every rate and seed, with the steps that its FLOPs pay for.
+    """Return every member at every rate and seed, with the steps that its FLOPs pay for.
 
-    Members take turns, so that what slows the machine for a while slows all of them. Raises
-    ConfigError for settings that do not go together, and for too few or too many FLOPs.
+    Members take turns, so that what slows the machine for a while slows all of them.
     """
     budget = f"c{comparison.flops:.3g}".replace("+", "")
     members = {f"{budget}-{name}": item for name, item in comparison.members.items()}

@@ -47,11 +47,8 @@ class MemberResult:
 
 
 def member_results(rows: Sequence[Row]) -> list[MemberResult]:
-    """Each member at its best rate, one run per seed, where all of its runs have ended.
-
-    The best rate has the lowest mean loss of the seeds. DataError if no member has one.
-    """
-    found = []
+    """Return each member at its best rate, by the mean of its seeds, if all its runs have ended."""
+    results = []
     for member in dict.fromkeys(member_name(row.name) for row in rows):
         mine = [row for row in rows if member_name(row.name) == member]
         if not all(row.progress == 1.0 and row.loss != "" for row in mine):
@@ -73,10 +70,10 @@ def member_results(rows: Sequence[Row]) -> list[MemberResult]:
             tokens_per_second=median(speeds) if speeds else math.nan,
             probes={name: fmean(row.tasks[name] for row in best) for name in shared},
         )
-        found.append(result)
-    if not found:
+        results.append(result)
+    if not results:
         raise DataError("no member has ended at all of its rates and seeds; let the sweep finish")
-    return found
+    return results
 
 
 def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
@@ -84,19 +81,19 @@ def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
     heads = ["member", "loss", "+-", f"loss from token {FAR}", "needle", "rate"]
     heads += ["state of a lane", "tokens/s", "parameters"]
     rows = []
-    for each in sorted(results, key=lambda each: each.loss):
-        needle = list(each.probed("needle").values())
+    for result in sorted(results, key=lambda result: result.loss):
+        needle = list(result.probed("needle").values())
         rows.append(
             [
-                each.member,
-                as_loss(each.loss),
-                format_number(each.spread, ".4f"),
-                format_number(each.probes.get(f"{PROBED}far_loss"), ".4f"),
+                result.member,
+                as_loss(result.loss),
+                format_number(result.spread, ".4f"),
+                format_number(result.probes.get(f"{PROBED}far_loss"), ".4f"),
                 format_number(float(np.mean(needle)) if needle else None, ".1%"),
-                f"{each.first.learning_rate:g}{'*' * each.is_edge}",
-                f"{amount(float(each.first.lane_bytes))}B",
-                format_number(each.tokens_per_second, ",.0f"),
-                amount(float(each.first.N)),
+                f"{result.first.learning_rate:g}{'*' * result.is_edge}",
+                f"{amount(float(result.first.lane_bytes))}B",
+                format_number(result.tokens_per_second, ",.0f"),
+                amount(float(result.first.N)),
             ]
         )
     return [heads, *rows]
@@ -105,7 +102,7 @@ def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
 def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     """Say what the columns are, and what they rest on."""
     first = results[0]
-    seeds = max(len(each.losses_S) for each in results)
+    seeds = max(len(result.losses_S) for result in results)
     notes = [
         f"every run trained for {flops_text(float(first.first.C))} FLOPs; losses are means of "
         f"{counted(seeds, 'seed')} at the member's best rate, +- is half their range, tokens/s the "
@@ -114,6 +111,6 @@ def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     if distances := ", ".join(map(str, first.probed("needle"))):
         chance = first.probes[f"{PROBED}chance"]
         notes.append(f"needle: accuracy over distances of {distances}; chance is {chance:.1%}")
-    if any(each.is_edge for each in results):
+    if any(result.is_edge for result in results):
         notes.append("a star marks the lowest or highest rate: a better one may lie beyond it")
     return notes

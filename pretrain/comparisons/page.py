@@ -42,10 +42,7 @@ def rows_without_sizes(path: Path) -> list[Row]:
 
 
 def write_sweep_page(rows: Sequence[Row], source: Path, directory: Path, title: str) -> str:
-    """Write report.html about the table `source` with its figures; return what to print.
-
-    DataError if the table has several kinds of sweeps, or too few finished runs.
-    """
+    """Write report.html about the table `source` with its figures; return what to print."""
     kinds = {row.varies for row in rows}
     if len(kinds) != 1:
         raise DataError(f"{source}: rows of sweeps that vary {' and '.join(sorted(kinds))}")
@@ -60,23 +57,23 @@ def write_sweep_page(rows: Sequence[Row], source: Path, directory: Path, title: 
 
 
 def _rates(runs: Sequence[Row]) -> list[Part]:
-    found = tuned_rates(runs)
+    tuned = tuned_rates(runs)
     caption = "Loss at the end over the peak learning rate"
-    if found.optimum.is_known:
+    if tuned.optimum.is_known:
         caption += "; star: the lowest point of the parabola through the rates near it, shaded: "
         caption += "what loses at most 0.5%"
-    figures = {"rates": (partial(loss_by_rate, found), caption)}
-    rows = rates_table(found)
-    return [Part(title="Learning rates", rows=rows, lines=best_rate_lines(found), figures=figures)]
+    figures = {"rates": (partial(loss_by_rate, tuned), caption)}
+    rows = rates_table(tuned)
+    return [Part(title="Learning rates", rows=rows, lines=best_rate_lines(tuned), figures=figures)]
 
 
-def loss_by_rate(found: Tuned) -> Figure:
+def loss_by_rate(tuned: Tuned) -> Figure:
     """Final losses over the learning rate, with a parabola and its vertex."""
     figure, axes = canvas(3.6, "peak learning rate", LOSS)
     color = SERIES[0]
-    axes.plot(found.rates_S, found.loss_S, "o", color=color, markersize=4)
-    if (best := found.optimum).is_known:
-        rates_S, loss_S = found.rates_S[found.near_S], found.loss_S[found.near_S]
+    axes.plot(tuned.rates_S, tuned.loss_S, "o", color=color, markersize=4)
+    if (best := tuned.optimum).is_known:
+        rates_S, loss_S = tuned.rates_S[tuned.near_S], tuned.loss_S[tuned.near_S]
         drawn = np.geomspace(rates_S.min(), rates_S.max(), CURVE_POINTS)
         fitted = np.polynomial.Polynomial.fit(np.log(rates_S), loss_S, 2)
         axes.plot(drawn, fitted(np.log(drawn)), "-", color=color, linewidth=1.2)
@@ -128,9 +125,9 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
     results = member_results(rows)
     caption = "Loss at equal training FLOPs, a dot per seed"
     figures = {"variants": (partial(member_losses, results), caption)}
-    if all(each.probed("position") for each in results):
+    if all(result.probed("position") for result in results):
         caption = f"Loss by position in the document, minus that of {results[0].member}"
-        figures["positions"] = (partial(loss_by_position, results), caption)
+        figures["positions"] = (partial(position_chart, results), caption)
     table, notes = variant_table(results), variant_notes(results)
     return [Part(title="Variants", rows=table, lines=notes, figures=figures)]
 
@@ -138,24 +135,26 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
 def member_losses(results: Sequence[MemberResult]) -> Figure:
     """The losses of every member's seeds, and their mean."""
     figure, axes = canvas(0.8 + 0.4 * len(results), LOSS, "")
-    for index, (each, color) in enumerate(zip(results, spread_colors(len(results)), strict=True)):
-        axes.plot(each.losses_S, [index] * len(each.losses_S), "o", color=color, markersize=5)
-        axes.plot([each.loss], [index], "|", color=INK, markersize=14)
-    axes.set_yticks(range(len(results)), [each.member for each in results])
+    for index, (result, color) in enumerate(zip(results, spread_colors(len(results)), strict=True)):
+        axes.plot(result.losses_S, [index] * len(result.losses_S), "o", color=color, markersize=5)
+        axes.plot([result.loss], [index], "|", color=INK, markersize=14)
+    axes.set_yticks(range(len(results)), [result.member for result in results])
     axes.invert_yaxis()
     plain_ticks(axes.xaxis)
     return figure
 
 
-def loss_by_position(results: Sequence[MemberResult]) -> Figure:
-    """The loss of each bin of positions, minus that of the first member."""
+def position_chart(results: Sequence[MemberResult]) -> Figure:
+    """Draw the loss of each bin of positions, minus the first member's."""
     base = results[0].probed("position")
-    shown = [first for first in base if all(first in each.probed("position") for each in results)]
+    shown = [
+        first for first in base if all(first in result.probed("position") for result in results)
+    ]
     label = f"loss minus that of {results[0].member}"
     figure, axes = canvas(3.4, "position (tokens)", label)
-    for each, color in zip(results, spread_colors(len(results)), strict=True):
-        values = [each.probed("position")[first] - base[first] for first in shown]
-        axes.plot(range(len(shown)), values, "o-", color=color, markersize=3, label=each.member)
+    for result, color in zip(results, spread_colors(len(results)), strict=True):
+        values = [result.probed("position")[first] - base[first] for first in shown]
+        axes.plot(range(len(shown)), values, "o-", color=color, markersize=3, label=result.member)
     axes.set_xticks(range(0, len(shown), 2), [str(first) for first in shown[::2]])
     legend_above(figure, axes)
     return figure

@@ -52,7 +52,7 @@ COLORS = {
 # Colors that can be told apart, for series without an order ...
 SERIES = ("#4f83d6", "#d9772f", "#2f9e6e", "#a05bb5", "#c9a02b", "#d1495b", "#3aa0b8", "#86a03a")
 # ... and from purple over blue and green to amber, for series that have one: each is lighter than
-# the one before, so that they can be told apart in grey, too ...
+# the previous one, so that they can be told apart in grey, too ...
 SPECTRUM = ("#5a2695", "#3550ab", "#1b77ac", "#229298", "#39a776", "#7fa841", "#bca828", "#efa63c")
 # ... with a marker for each of a dozen.
 MARKERS = "osD^vPX<>ph8"
@@ -86,7 +86,7 @@ def canvas(height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Ax
     import matplotlib
     from matplotlib.figure import Figure
 
-    # From its defaults, not from the matplotlibrc of the working directory, which may be anybody's.
+    # From its defaults: anyone may have written a matplotlibrc into the working directory.
     matplotlib.rc_file(STYLE, use_default_template=True)
     figure = Figure(figsize=(CHART_WIDTH_INCHES, height_inches))
     axes = figure.subplots()
@@ -96,7 +96,7 @@ def canvas(height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Ax
 
 
 def spread_colors(count: int) -> list[str]:
-    """As many different colors as there are values, in an order that follows theirs."""
+    """Return a different color for each value, in the order of the spectrum."""
     places = [i * (len(SPECTRUM) - 1) / max(1, count - 1) for i in range(count)]
     if count <= len(SPECTRUM):
         return [SPECTRUM[round(place)] for place in places]
@@ -147,7 +147,7 @@ def large_number_ticks(axis: Axis) -> None:
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Losses as 3.50 and not 3.5 x 10^0, all with as many decimals."""
+    """Write losses as 3.50 and not 3.5 x 10^0, all with the same decimals."""
     from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator, ScalarFormatter
 
     axis.set_major_locator(MaxNLocator(6))
@@ -195,10 +195,7 @@ def chart_html(figure: Figure, alternative: str) -> str:
 
 
 def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) -> str:
-    """One panel as inline SVG; `save_figure` writes it to `directory` under its title, too.
-
-    `about` names the runs that it shows.
-    """
+    """Return one panel as inline SVG, and write it to `directory` under its title, too."""
     figure, axes = canvas(height_inches, panel.x_label, panel.y_label)
     if panel.x_label in ("step", "tokens"):
         axes.locator_params("x", integer=True)
@@ -217,10 +214,7 @@ def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) 
 
 
 def save_figure(path: Path, figure: Figure, title: str) -> None:
-    """Write a figure of a paper beside `path`: as PNG, SVG and PDF, and what it draws as CSV.
-
-    The title is among what the files say of themselves; a paper has its own caption.
-    """
+    """Write a figure as PNG, SVG and PDF, titled in their metadata, and what it draws as CSV."""
     for form, unwanted in (("png", "Software"), ("svg", "Date"), ("pdf", "CreationDate")):
         with atomic_write(path.with_suffix(f".{form}")) as file:
             figure.savefig(file, format=form, metadata={unwanted: None, "Title": title})
@@ -311,10 +305,9 @@ def _loss(history: History, axes: Axes) -> None:
 def _hide_the_first_losses(
     axes: Axes, trained: Sequence[np.ndarray], validated_X: np.ndarray
 ) -> None:
-    """Let the axis end above every loss except those of the first steps.
+    """Let the axis end above every loss but the first steps', which would press the rest together.
 
-    A run starts near ln V, and its fall from there would press everything else together. A spike
-    later on is what a reader looks for, so its peak is always shown.
+    A spike later on is what a reader looks for, so its peak is always shown.
     """
     highest, lowest = -np.inf, np.inf
     for losses_X in trained:
@@ -371,7 +364,7 @@ def _value_of_memory(history: History, axes: Axes) -> None:
 
 
 def _losses_of_sets(history: History, axes: Axes) -> None:
-    """The validation loss, and that of each set, a color per set."""
+    """Draw the validation loss, and the loss of each set in a color of its own."""
     style = {"marker": "o", "markersize": 3.5, "linewidth": 1.4}
     whole = history.series("loss", history.evaluations)
     axes.plot(*whole, color=INK, label=VALIDATION_LOSS, **style)

@@ -2,7 +2,7 @@
 
 Steps of the warm-up and skipped ones count for nothing, but for the rise above untrained weights.
 
-too high  the smoothed loss rose to 1.5 times that of untrained weights, ln V; or the last fifth of
+too high  the smoothed loss rose to 1.5 times ln V, as of untrained weights; or the last fifth of
           the step losses is a tenth above the lowest fifth, and validation does not contradict it
 too low   the median update of the layers is below a 10,000th of their weights (usual: a 1000th)
 
@@ -71,13 +71,10 @@ def _too_low(history: History) -> Iterator[str]:
 
 
 def _median_update(history: History) -> float | None:
-    """The median update of the layers, by their weights, at half of the highest rate or more.
-
-    None if there is none.
-    """
+    """Return the layers' median update, by their weights, at half of the highest rate or more."""
     peak = history.config.optim.learning_rate
     rates = {line["step"]: line["learning_rate"] for line in history.train}
-    found = [
+    updates = [
         value
         for layer in history.layers("update_ratio")
         if layer.startswith("layer.")
@@ -85,23 +82,20 @@ def _median_update(history: History) -> float | None:
         if rates[int(step)] >= peak / 2
     ]
     enough = history.step - history.config.optim.schedule.warmup_steps >= LEAST_STEPS
-    return float(np.median(found)) if found and enough else None
+    return float(np.median(updates)) if updates and enough else None
 
 
 def _rise(history: History) -> float:
-    """How far the last part of the losses is above the lowest part; 0 if that is no sign.
-
-    Of the latest phase: another one has other data.
-    """
-    found, optim = history.measured, history.config.optim
+    """Return how far the latest phase's last losses are above its lowest; 0 if that is no sign."""
+    measured, optim = history.measured, history.config.optim
     starts = [phase.from_step for phase in history.config.data.phases]
     first = max([optim.schedule.warmup_steps, *(start for start in starts if start < history.step)])
-    after_B = found.loss_steps_B > first
-    if found.num_losses_B[after_B].sum() < LEAST_STEPS:
+    after_B = measured.loss_steps_B > first
+    if measured.num_losses_B[after_B].sum() < LEAST_STEPS:
         return 0.0
     sums_P, counts_P = (
         np.array([part.sum() for part in np.array_split(values_B[after_B], PARTS)])
-        for values_B in (found.loss_sums_B, found.num_losses_B)
+        for values_B in (measured.loss_sums_B, measured.num_losses_B)
     )
     levels_P = sums_P / counts_P
     rise = float(levels_P[-1] / levels_P.min() - 1)

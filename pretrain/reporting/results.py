@@ -94,10 +94,7 @@ def results_of(
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:
-    """Return dotted names of settings that are not the same in all -> each one's value.
-
-    Defaults are values, too. The name of a run is no setting here.
-    """
+    """Return names of settings, without the run's, that are not the same in all -> each value."""
     first, *others = map(to_tree, configs)
     keys = {key for other in others for key in differences(first, other)} - {"name"}
     return {key: [_value_at(tree, key) for tree in (first, *others)] for key in sorted(keys)}

@@ -56,8 +56,7 @@ def thinned(
 ) -> Measurements:
     """Read all measurements once, oldest first.
 
-    Of a bucket are kept its last line, the last one of an interval, the highest loss and norm, and
-    the last skipped step.
+    A bucket keeps its last line, its last interval, highest loss and norm, and last skipped step.
     """
     size = max(1, -(-last_step // most_buckets))
     train: list[Line] = []
@@ -134,12 +133,12 @@ class History:
         self, name: str, lines: Sequence[Line] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of a measurement, where there is one."""
-        found = [
+        points = [
             (line["step"], line[name])
             for line in (self.train if lines is None else lines)
             if line.get(name) is not None
         ]
-        steps_X, values_X = np.array(found, float).reshape(-1, 2).T
+        steps_X, values_X = np.array(points, float).reshape(-1, 2).T
         return steps_X, values_X
 
     def layers(self, kind: str) -> list[str]:
@@ -152,8 +151,8 @@ class History:
     @cached_property
     def smooth_loss(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps and the smoothed loss at each."""
-        found = self.measured
-        return found.loss_steps_B, smoothed_loss(found.loss_sums_B, found.num_losses_B)
+        measured = self.measured
+        return measured.loss_steps_B, smoothed_loss(measured.loss_sums_B, measured.num_losses_B)
 
     @cached_property
     def summary(self) -> MetricsSummary:
@@ -184,7 +183,11 @@ class History:
     @property
     def failures(self) -> list[Interruption]:
         """Attempts that failed, also those that were killed together with their supervisor."""
-        return [each for each in interruptions(self.ledger, self.is_running) if each.is_failure]
+        return [
+            interruption
+            for interruption in interruptions(self.ledger, self.is_running)
+            if interruption.is_failure
+        ]
 
     @property
     def rewinds(self) -> list[Rewind]:
@@ -248,18 +251,15 @@ def read_history(path: Path) -> History:
 
 
 def read_histories(paths: Sequence[Path]) -> list[History]:
-    """The pasts of these runs; those without a measured step are left out, with a warning.
-
-    DataError if none is left.
-    """
-    found, problems = [], []
+    """Return the pasts of these runs; those without a measured step are warned of."""
+    histories, problems = [], []
     for path in paths:
         try:
-            found.append(read_history(path))
+            histories.append(read_history(path))
         except DataError as error:
             problems.append(error)
-    if problems and not found:
+    if problems and not histories:
         raise problems[0]
     for problem in problems:
         logger.warning("left out: %s", problem)
-    return found
+    return histories

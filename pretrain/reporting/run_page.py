@@ -43,7 +43,7 @@ _NOT_RESULTS = ("kind", "step", "seconds", "loss", "bits_per_byte")
 
 def write_report(history: History, directory: Path) -> Answer:
     """Write report.html about a run, and its figures; return a summary and warnings."""
-    write_page(directory / "report.html", render(history, directory / FIGURES))
+    write_page(directory / "report.html", run_page(history, directory / FIGURES))
     warnings = rate_warnings(history)
     lines = [printable(f"{directory / 'report.html'} and {FIGURES}/: {summary(history)}")]
     lines += [f"warning: {warning}" for warning in warnings]
@@ -51,10 +51,7 @@ def write_report(history: History, directory: Path) -> Answer:
 
 
 def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
-    """Write compare.html with curves, its figures and compare.csv; return a row per run.
-
-    A row has the settings in which the runs differ, then results.
-    """
+    """Write compare.html with curves, its figures and compare.csv; return a row per run."""
     changed = differing_settings([history.config for history in histories])
     settings = [
         {name: values[index] for name, values in changed.items()} for index in range(len(histories))
@@ -83,10 +80,10 @@ def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
 
 def _table(names: Sequence[str], cells: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
     """Return a row per run, heads first."""
-    heads = list(dict.fromkeys(head for each in cells for head in each))
+    heads = list(dict.fromkeys(head for values in cells for head in values))
     rows = [
-        (name, *(each.get(head, "-") for head in heads))
-        for name, each in zip(names, cells, strict=True)
+        (name, *(values.get(head, "-") for head in heads))
+        for name, values in zip(names, cells, strict=True)
     ]
     return [("run", *heads), *rows]
 
@@ -120,7 +117,7 @@ def summary(history: History) -> str:
     return ", ".join(parts)
 
 
-def render(history: History, figures: Path) -> str:
+def run_page(history: History, figures: Path) -> str:
     """The whole page; its figures are also files in `figures`."""
     step = f"Step {history.step:,} of {history.config.optim.steps:,}"
     step = "; ".join(filter(None, (step, history.unsaved)))
@@ -183,8 +180,12 @@ def _cards(history: History) -> list[Card]:
 
 
 def _warnings(history: History) -> list[str]:
-    found = rate_warnings(history)
-    return [section("Warnings", *(paragraph(each, "alarm") for each in found))] if found else []
+    warnings = rate_warnings(history)
+    return (
+        [section("Warnings", *(paragraph(warning, "alarm") for warning in warnings))]
+        if warnings
+        else []
+    )
 
 
 def _sets(history: History) -> str:
@@ -250,7 +251,7 @@ def render_comparison(
     """The whole page; its figures are also files in `figures`."""
     about = " / ".join(history.about for history in histories)
     losses, over_time, speeds = (
-        panel_html(each, 2.8, figures, about) for each in comparison_panels(histories)
+        panel_html(panel, 2.8, figures, about) for panel in comparison_panels(histories)
     )
     differing = (
         table(settings[0], settings[1:], "named")

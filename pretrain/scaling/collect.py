@@ -28,12 +28,12 @@ ORIGIN = "expected a table that 'pretrain scale collect' writes"
 SET_LOSSES, TASKS = "set_losses", "tasks"
 PROBES = "probes.json"
 PROBED = "probes/"  # begins the names of columns
-FAR = 512  # tokens: a position from which much of a document may be out of a short memory
+FAR = 512  # tokens: beyond it much of a document may be out of a short memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One cell. N counts all parameters, C is exact; loss is that of the last evaluation."""
+    """One cell. N counts all parameters, C is exact; the loss is the last evaluation's."""
 
     name: str
     N: int | str = ""
@@ -52,7 +52,7 @@ class Row:
     seconds: float | str = ""  # of training, without evaluations and saves
     segment_length: int | str = ""
     memory_length: int | str = ""  # in training
-    base_width: int | str = ""  # from which rates transfer to other widths; 0: they do not
+    base_width: int | str = ""  # whose rates transfer to other widths; 0: they do not
     lane_bytes: int | str = ""  # that a lane carries
     varies: str = ""  # what the sweep's plan varied
     code: str = ""  # versions of the code that trained it, where the run noted them
@@ -73,8 +73,10 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a table that `collect` wrote; DataError for any other."""
-    kinds = {each.name: each.type for each in fields(Row) if each.name not in (SET_LOSSES, TASKS)}
-    found = []
+    kinds = {
+        column.name: column.type for column in fields(Row) if column.name not in (SET_LOSSES, TASKS)
+    }
+    read = []
     for line, row in csv_rows(path, ORIGIN):
         if missing := [name for name in kinds if row.get(name) is None]:
             raise DataError(f"{path}: no column {missing[0]!r}; {ORIGIN}")
@@ -88,10 +90,10 @@ def read_rows(path: Path) -> list[Row]:
                     f"{path}: row {line}: {name}={row[name]!r}, expected a number; collect again"
                 ) from None
         probes = {name: row[name] for name in row if name.startswith(PROBED) and row[name]}
-        found.append(Row(**values, tasks={name: float(text) for name, text in probes.items()}))
-    if not found:
+        read.append(Row(**values, tasks={name: float(text) for name, text in probes.items()}))
+    if not read:
         raise DataError(f"{path} contains no runs; {ORIGIN}")
-    return found
+    return read
 
 
 def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
@@ -212,11 +214,10 @@ class _Probed:
 
 
 def probe_columns(run: Path, step: int | None = None) -> dict[str, float]:
-    """The probes of a run, which may be another user's, as columns of its table.
+    """Return the probes of a run as columns of its table; {} without probes of this step.
 
-    {} for a run that was not probed for both position and needle, or not after this step; DataError
-    for a damaged file. `far_loss` is the loss of tokens with at least FAR tokens of their document
-    before them.
+    `far_loss` is over tokens with at least FAR tokens of their document before them. DataError for
+    a damaged file.
     """
     path = run / PROBES
     if not path.exists():

@@ -159,7 +159,9 @@ class Fit:
     @property
     def law(self) -> Approach | None:
         """The law of N and D to rely on, of approach 3: tied or not."""
-        return next((each for each in self.approaches if isinstance(each.line, LawLine)), None)
+        return next(
+            (approach for approach in self.approaches if isinstance(approach.line, LawLine)), None
+        )
 
 
 def fit_all(runs: Points) -> Fit:
@@ -213,7 +215,7 @@ def left_out_errors(points: Points, laws: Mapping[str, Fitted]) -> dict[str, flo
     """Return each law's mean |relative error| of the largest budget's losses, fitted to the others;
     {} with fewer than three budgets.
 
-    `laws` are those of all budgets. Errors are of the runs near N*, those that all laws predict.
+    `laws` are fitted to all budgets. Only runs near N* count that all laws predict.
     """
     budgets = points.budgets
     if len(budgets) < 3:
@@ -252,8 +254,8 @@ def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
 
 def disagreement(fit: Fit, flops: float) -> float:
     """Return the largest N* over the smallest at C FLOPs, by the laws to rely on; 1 of one."""
-    rivals = [each for each in fit.approaches if each.key not in (*fit.doubts, "lowest")]
-    sizes = np.array([float(each.line.log_parameters(np.log(flops))) for each in rivals])
+    rivals = [law for law in fit.approaches if law.key not in (*fit.doubts, "lowest")]
+    sizes = np.array([float(law.line.log_parameters(np.log(flops))) for law in rivals])
     finite = sizes[np.isfinite(sizes)]
     return float(np.exp(np.ptp(finite))) if len(finite) else 1.0
 

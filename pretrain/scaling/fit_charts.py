@@ -107,7 +107,7 @@ def residuals_chart(fit: Fit) -> Figure:
     shown = axes.scatter(points.flops_P, error_P, c=ratio_P, s=18, linewidths=0, **look)
     axes.axhline(0, color=FAINT, linewidth=0.8)
     axes.set_xscale("log")
-    log_ticks(axes.xaxis, flops_text)
+    log_ticks(axes.xaxis, power_of_ten)
     bar = figure.colorbar(shown, ax=axes, pad=0.02, aspect=30)
     bar.set_label("tokens per parameter D/N")
     log_amount_ticks(bar.ax.yaxis)
@@ -115,7 +115,7 @@ def residuals_chart(fit: Fit) -> Figure:
     return figure
 
 
-def flops_text(value: float) -> str:
+def power_of_ten(value: float) -> str:
     """FLOPs as 10 to the 11th or 2 times that, with a raised exponent."""
     exponent = int(np.floor(np.log10(value) + 1e-9))
     digits = f"{value / 10.0**exponent:.3g}"
@@ -156,19 +156,19 @@ def _lines_with_bands(
     axes.axvline(fit.points.flops_P.max(), color=FAINT, **dashed)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    log_ticks(axes.xaxis, flops_text)
+    log_ticks(axes.xaxis, power_of_ten)
 
 
 def _held_out(axes: Axes, fit: Fit) -> None:
-    """Held-out runs and what the law of N and D predicts for each, above the frontier for most."""
+    """Draw runs that were held out, and what the law of N and D predicts for each."""
     flops = [item.flops for item in fit.holdouts]
     predicted = [item.predicted for item in fit.holdouts]
     color = COLORS[fit.law.key] if fit.law else INK
-    ends = np.array([(each.low, each.high) for each in predicted])
+    ends = np.array([(interval.low, interval.high) for interval in predicted])
     bounded = (np.isfinite(ends) & (ends > 0)).all(axis=1)
     axes.vlines(np.array(flops)[bounded], *ends[bounded].T, color=color, linewidth=1.0)
     dashes = {"color": color, "markersize": 13, "markeredgewidth": 1.8, "zorder": 5}
     label = "prediction for that run"
     measured = [item.measured for item in fit.holdouts]
     axes.plot(flops, measured, "D", color=INK, markersize=4, label="run held out", zorder=6)
-    axes.plot(flops, [each.value for each in predicted], "_", label=label, **dashes)
+    axes.plot(flops, [interval.value for interval in predicted], "_", label=label, **dashes)

@@ -48,7 +48,7 @@ def law_of(line: Line) -> LawLine:
 
 @dataclass(frozen=True)
 class Approach:
-    """One law's line with its intervals, or why there are none."""
+    """One law's line with its intervals, or why it has no interval."""
 
     key: str
     title: str
@@ -87,7 +87,7 @@ class Approach:
         return students(self.line.power, self.line.power_error, self.line.free, is_linear=True)
 
     def loss(self, log_flops: float) -> Interval:
-        """The least loss at C FLOPs. Only that of a law has an interval, and beyond the budgets it
+        """Return the least loss at C FLOPs. A law's has an interval; beyond the budgets it
         is NaN where they show no floor.
         """
         if isinstance(self.line, LawLine):
@@ -181,7 +181,7 @@ def _decay_to_floor(x_F: Array, loss_F: Array) -> tuple[float, float, float]:
     best = int(np.argmin([fitted(log_decay)[1] for log_decay in np.log(DECAYS)]))
     ends = np.log(DECAYS[[max(best - 1, 0), min(best + 1, len(DECAYS) - 1)]])
     log_decay = minimize_scalar(
-        lambda each: fitted(each)[1], bounds=ends, method="bounded", options={"xatol": 1e-9}
+        lambda log_rate: fitted(log_rate)[1], bounds=ends, method="bounded", options={"xatol": 1e-9}
     ).x
     (floor, scale), _ = fitted(log_decay)
     return float(floor), float(scale), float(np.exp(log_decay))
@@ -242,7 +242,7 @@ class FrontierFit:
     @property
     def bend(self) -> float:
         """The valleys' median second derivative in ln N, relative to the loss; NaN without any."""
-        return float(np.median([each.bend / each.loss for each in self.used] or [np.nan]))
+        return float(np.median([valley.bend / valley.loss for valley in self.used] or [np.nan]))
 
     @property
     def no_interval(self) -> str:
@@ -271,7 +271,7 @@ def fit_isoflop(points: Points) -> FrontierFit:
             f"{points.source}: {len(used)} of {len(valleys)} budgets have a vertex, approach 2 "
             f"needs two ({_reasons([valley for valley in valleys if not valley.is_used])})"
         )
-    columns = [(each.budget, each.parameters, each.loss) for each in used]
+    columns = [(valley.budget, valley.parameters, valley.loss) for valley in used]
     budget_F, size_F, loss_F = np.array(columns).T
     frontier = fit_frontier(np.log(budget_F), np.log(size_F), loss_F)
     return FrontierFit(frontier=frontier, valleys=valleys, warnings=tuple(_warnings(valleys)))
@@ -345,13 +345,13 @@ def _reasons(unused: list[Valley]) -> str:
 
 def _warnings(valleys: tuple[Valley, ...]) -> list[str]:
     unused = [valley for valley in valleys if not valley.is_used]
-    few = [each for each in valleys if each.is_used and each.num_sizes < GOOD_SIZES]
-    found = []
+    few = [valley for valley in valleys if valley.is_used and valley.num_sizes < GOOD_SIZES]
+    lines = []
     if unused:
-        found.append(f"{counted(len(unused), 'budget')} not used ({_reasons(unused)})")
+        lines.append(f"{counted(len(unused), 'budget')} not used ({_reasons(unused)})")
     if few:
-        found.append(
+        lines.append(
             f"{counted(len(few), 'budget')} of fewer than {GOOD_SIZES} sizes, where one run moves "
             f"the vertex far: {few[0].budget:.3g}{' and others' if few[1:] else ''}"
         )
-    return found
+    return lines

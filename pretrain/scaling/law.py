@@ -30,7 +30,7 @@ from pretrain.terminal.text import prefixed, si
 LEVEL = 95  # percent
 FEWEST_GROUPS = 4
 FEWEST_FREE = 3  # degrees of freedom
-MOST_GROUPS = 20  # of many budgets, every twentieth is left out at once
+MOST_GROUPS = 20  # of many budgets every twentieth is one group
 NORMAL = 1.96  # standard deviations on either side that hold 95%
 Text = Callable[[float], str]  # how a number is written
 as_exponent: Text = "{:.3f}".format
@@ -51,12 +51,12 @@ MOST_FITTED = 60_000  # runs in all fits without a group of them: some seconds
 CLUSTERED = 0.05  # chance of errors that differ between budgets as much
 TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
 STEEPEST = 8.0  # exponent: of runs that follow no law it would grow without an end
-SMALLEST_LOGARITHM = -50.0  # of a term from which a fit starts
+SMALLEST_LOGARITHM = -50.0  # of a term where a fit starts
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the ends of its interval: NaN where there is none."""
+    """An estimate and the ends of its interval: NaN without an interval."""
 
     value: float
     low: float
@@ -74,10 +74,10 @@ def groups_of(values: Array) -> Array:
 
 
 def jackknife(value: float, left_out_G: Array, free: int, *, is_linear: bool = False) -> Interval:
-    """The estimate with its 95% interval, from the estimates without each group.
+    """Return the estimate with its 95% interval, from the estimates without each group.
 
-    It is of the logarithm, so that both ends are positive, unless `is_linear`. There are no ends
-    where one of the groups alone determines the value.
+    The interval is of the logarithm, so that both ends are positive, unless `is_linear`. There are
+    no ends where one group alone determines the value.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         off_G = left_out_G if is_linear else np.log(left_out_G)
@@ -88,10 +88,10 @@ def jackknife(value: float, left_out_G: Array, free: int, *, is_linear: bool = F
 def students(
     value: float, error: float, free: int, *, is_linear: bool = False, shared: float = 0.0
 ) -> Interval:
-    """The estimate with its 95% interval by Student's t with `free` degrees of freedom.
+    """Return the estimate with its 95% interval by Student's t with `free` degrees of freedom.
 
     `error` is the standard error of the value or, unless `is_linear`, of its logarithm; `shared`
-    that of an error beside it that no scatter shows.
+    the same of an error that no scatter shows.
     """
     from scipy.special import stdtrit
 
@@ -153,12 +153,9 @@ class Law:
 
 @dataclass(frozen=True)
 class FlopsLaw:
-    """Training FLOPs per token as a power of the size, C/D = scale * N^power; the common 6ND has
-    scale 6 and power 1.
+    """Training FLOPs per token as a power of the size, C/D = scale * N^power; 6ND is 6 and 1.
 
-    Attention and the output layer make real models differ from 6N (Transformer-XL by 0.65x to
-    2.4x), by a factor that changes slowly with the size: a power law over the fitted sizes is
-    accurate to a few percent and keeps closed forms.
+    Attention and the output layer differ from 6N by a factor that changes slowly with the size.
     """
 
     scale: float = 6.0
@@ -194,11 +191,10 @@ def log_loss(theta: Array, n: float | Array, d: float | Array) -> Array:
 
 
 def log_optimum(theta: Array, log_flops: float | Array, flops_law: FlopsLaw) -> tuple[Array, Array]:
-    """(ln N*, ln D*) that minimize the loss at C FLOPs, in closed form.
+    """Return (ln N*, ln D*) that minimize the loss at C FLOPs, in closed form.
 
-    With C = s N^p D the loss on the line is E + A N^-alpha + B (C/s)^-beta N^(p beta), least where
-    N^(alpha + p beta) = alpha A / (p beta B) (C/s)^beta; s = 6, p = 1 is equation 4 of Hoffmann et
-    al. 2022.
+    With C = s N^p D the loss is least where N^(alpha + p beta) = alpha A / (p beta B) (C/s)^beta;
+    with s = 6, p = 1 this is equation 4 of Hoffmann et al. 2022.
     """
     _, a, b, alpha, beta = theta
     with np.errstate(
@@ -338,7 +334,7 @@ def _centered(points: Points) -> tuple[Array, tuple[Array, Array, Array]]:
 
 
 def uncenter(theta: Array, center: Array) -> Array:
-    """A law fitted to logarithms from which `center` was taken, as one of N and D themselves."""
+    """Return a law fitted to logarithms minus `center` as a law of N and D themselves."""
     e, a, b, alpha, beta = theta
     return np.array([e, a + alpha * center[0], b + beta * center[1], alpha, beta])
 
@@ -391,10 +387,7 @@ def minimize(
 def huber_sum(
     theta: Array, n_P: Array, d_P: Array, l_P: Array, delta: float
 ) -> tuple[float, Array]:
-    """Sum over points of Huber_delta(ln L - ln loss), and its gradient by theta.
-
-    It is most of the time of a fit, so it is written for one law.
-    """
+    """Return the sum over points of Huber_delta(ln L - ln loss), and its gradient by theta."""
     e, a, b, alpha, beta = theta
     terms = np.stack([np.full_like(n_P, e), a - alpha * n_P, b - beta * d_P])
     log_P = np.logaddexp(np.logaddexp(terms[0], terms[1]), terms[2])

@@ -64,11 +64,10 @@ class Tuned:
 
 
 def fit_rates(tokens_per_step: int, rates: Sequence[float], losses: Sequence[float]) -> Tuned:
-    """The valley of the losses over the rates, without those of runs that diverged.
+    """Return the valley of the losses over the rates, without runs that diverged.
 
-    Their loss is not finite, or far above the lowest one at a higher rate than that of the lowest,
-    which would bend the parabola. A far lower rate that ends as high only learns slowly.
-    Raises DataError if fewer than three rates ended with a loss.
+    Those end without a loss, or far above the lowest at a higher rate, and would bend the parabola.
+    A far lower rate that ends as high only learns slowly. DataError for fewer than three rates.
     """
     order = np.argsort(rates, kind="stable")
     rates_S, loss_S = np.array(rates, float)[order], np.array(losses, float)[order]
@@ -130,27 +129,27 @@ def tuned_rates(rows: Sequence[Row]) -> Tuned:
     """The valley of a table. DataError if too few runs have ended, or batch sizes differ."""
     batches = sorted({int(row.tokens_per_step) for row in rows if row.tokens_per_step}) or [0]
     if len(batches) > 1:
-        found = " and ".join(f"{batch:,}" for batch in batches)
-        raise DataError(f"rates at {found} tokens per step, expected one number: plan each alone")
+        numbers = " and ".join(f"{batch:,}" for batch in batches)
+        raise DataError(f"rates at {numbers} tokens per step, expected one number: plan each alone")
     ended = [row for row in rows if row.progress == 1.0 and row.loss != ""]
     rates = [float(row.learning_rate) for row in ended]
     return fit_rates(batches[0], rates, [float(row.loss) for row in ended])
 
 
-def rates_table(found: Tuned) -> list[list[str]]:
+def rates_table(tuned: Tuned) -> list[list[str]]:
     """Heads and rows: the mean loss over the seeds at each rate."""
-    rows = [["rate", f"{amount(found.tokens_per_step)} tokens a step"]]
-    for rate in sorted({*found.rates_S.tolist(), *found.diverged}):
-        loss_S = found.loss_S[found.rates_S == rate]
-        gone = rate in found.diverged
+    rows = [["rate", f"{amount(tuned.tokens_per_step)} tokens a step"]]
+    for rate in sorted({*tuned.rates_S.tolist(), *tuned.diverged}):
+        loss_S = tuned.loss_S[tuned.rates_S == rate]
+        gone = rate in tuned.diverged
         rows.append([f"{rate:.3g}", "diverged" if gone else as_loss(float(loss_S.mean()))])
     return rows
 
 
-def best_rate_lines(found: Tuned) -> list[str]:
-    """The best rate, or why there is none; and a warning if the losses contradict it."""
-    best, (rate, loss) = found.optimum, found.lowest
-    start = f"{amount(found.tokens_per_step)} tokens a step: "
+def best_rate_lines(tuned: Tuned) -> list[str]:
+    """Return the best rate, or why it is unknown, and a warning if losses contradict it."""
+    best, (rate, loss) = tuned.optimum, tuned.lowest
+    start = f"{amount(tuned.tokens_per_step)} tokens a step: "
     if not best.is_known:
         return [f"{start}no best rate: {best.doubt} (plan again; finished runs are kept)"]
     text = f"{start}optim.learning_rate={best.rate.value:.2g}"
@@ -173,14 +172,11 @@ class Rung:
     body_parameters: float
     tokens: float
     rate: Interval
-    base_width: int = 0  # from which its rates transfer to other widths; 0: they do not
+    base_width: int = 0  # whose rates transfer to other widths; 0: they do not
 
 
 def read_rungs(tables: Sequence[Path]) -> tuple[Rung, ...]:
-    """The rungs of tables that `collect` wrote of sweeps of rates, by size.
-
-    ConfigError for a table whose best rate is not known yet.
-    """
+    """Return the rungs of tables of sweeps of rates, by size; ConfigError without a best rate."""
     rungs = []
     for path in tables:
         rows = read_rows(path)
@@ -200,11 +196,7 @@ def read_rungs(tables: Sequence[Path]) -> tuple[Rung, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedRule:
-    """A rule for `with_budget`: the rungs' rate at any size, with the run's own lanes.
-
-    The rate is a power of N without embeddings, or that of the rungs at any size if rates transfer
-    between widths.
-    """
+    """A rule for `with_budget`: the rungs' rate at any size, with the run's own lanes."""
 
     rungs: tuple[Rung, ...]
     base_width: int = 0  # of the runs

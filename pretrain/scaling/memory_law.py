@@ -101,10 +101,7 @@ class BestMemory:
 
 
 def trained_runs(rows: Sequence[Row]) -> Trained:
-    """The runs of the segment length of most with their own memory, means over seeds.
-
-    DataError if they do not determine a law.
-    """
+    """Return the runs of the most frequent segment length, as means over seeds."""
     own = [row for row in rows if not row.excluded]
     lengths = [int(row.segment_length) for row in own]
     segment = max(sorted({*lengths}), key=lengths.count, default=0)
@@ -152,12 +149,12 @@ def _refined(start: MemoryLaw, runs: Trained, chosen_P: Array) -> MemoryLaw:
     from scipy.optimize import least_squares
 
     low, high = np.array([0.0] * 4 + [FLATTEST] * 3), np.array([np.inf] * 4 + [STEEPEST] * 3)
-    found = least_squares(
+    solution = least_squares(
         lambda numbers: replace(start, numbers=numbers).errors(runs)[chosen_P],
         np.clip(start.numbers, low + 1e-9, high - 1e-9),
         bounds=(low, high),
     )
-    return replace(start, numbers=found.x)
+    return replace(start, numbers=solution.x)
 
 
 def best_memory(fit: MemoryFit, flops: float) -> BestMemory:

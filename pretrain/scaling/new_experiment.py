@@ -88,8 +88,7 @@ def new_experiment(
 ) -> RunConfig:
     """Return a run of about that many parameters on the text; ConfigError if no shape is near.
 
-    `paper`: with the paper's parts instead of today's, and at most its learning rate. `steps`: that
-    many, instead of what parameters and text ask for. `overrides` hold in any case.
+    `steps` replaces what parameters and text ask for, and `overrides` hold in any case.
     """
     base = _base_of(parameters, text.vocab_size)
     if paper:
@@ -97,11 +96,11 @@ def new_experiment(
     base = _overridden(base, overrides)
     given = {override.partition("=")[0] for override in overrides}
     run = Family(base=base, keep_layers="model.num_layers" in given).nearest(parameters)
-    found = run_cost(run).parameters
-    if abs(math.log(found / parameters)) > TOLERANCE:
+    size = run_cost(run).parameters
+    if abs(math.log(size / parameters)) > TOLERANCE:
         raise ConfigError(
             f"--parameters={amount(parameters)}: with a vocabulary of {text.vocab_size:,} tokens "
-            f"the nearest model has {amount(found)}; ask for that many, or build the corpus with "
+            f"the nearest model has {amount(size)}; ask for that many, or build the corpus with "
             "another vocab_size"
         )
     lanes, segment = _batch(base, text)
@@ -116,7 +115,7 @@ def new_experiment(
         optim=replace(run.optim, learning_rate=float(f"{rate:.2g}")),
         engine=EngineConfig(),
     )
-    tokens = min(TOKENS_PER_PARAMETER * found, MOST_PASSES * text.tokens)
+    tokens = min(TOKENS_PER_PARAMETER * size, MOST_PASSES * text.tokens)
     steps = steps or max(FEWEST_STEPS, round(tokens / (lanes * segment)))
     run = with_steps(run, steps)
     run = replace(
@@ -159,17 +158,9 @@ def _base_of(parameters: float, vocab_size: int) -> RunConfig:
 def _with_parts_of_the_paper(base: RunConfig) -> RunConfig:
     """Return the run with the paper's parts, which are the defaults of the settings."""
     paper = ModelConfig()
-    model = replace(
-        base.model,
-        positions=paper.positions,
-        norm=paper.norm,
-        norm_position=paper.norm_position,
-        feed_forward=paper.feed_forward,
-        query_key_norm=paper.query_key_norm,
-        num_key_heads=paper.num_key_heads,
-        z_loss=paper.z_loss,
-    )
-    return replace(base, model=model)
+    names = (*_PARTS, "query_key_norm", "num_key_heads", "z_loss")
+    parts: dict[str, Any] = {name: getattr(paper, name) for name in names}
+    return replace(base, model=replace(base.model, **parts))
 
 
 def _batch(base: RunConfig, text: TrainingText) -> tuple[int, int]:
@@ -179,8 +170,10 @@ def _batch(base: RunConfig, text: TrainingText) -> tuple[int, int]:
     return lanes, power_of_two(min(base.data.segment_length, text.tokens // lanes))
 
 
-def as_file(run: RunConfig, file: Path, text: TrainingText, overrides: Sequence[str] = ()) -> str:
-    """Return the run as a commented experiment file, from which `load_config` reads the same."""
+def experiment_text(
+    run: RunConfig, file: Path, text: TrainingText, overrides: Sequence[str] = ()
+) -> str:
+    """Return the run as a commented experiment file, which `load_config` reads back."""
     names = [name for name in _COMMENTS if name != "model"]
     names += ["model.d_inner"] if run.model.d_inner else []
     names += [override.partition("=")[0] for override in overrides]

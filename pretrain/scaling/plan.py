@@ -2,27 +2,19 @@
 
 `varied` makes a run of every combination of the values of some axes: learning rates, lengths,
 members of a comparison, seeds. `plan_sizes` makes those whose values follow from a budget: shapes
-around its optimum, with a rule's rate and batch, and for a machine with the settings that make it
-fit. Every number of memory and time is one of `describe`'s: nothing here estimates any.
-
-`--simulate` says how certain a sweep's answers would be: losses of its runs are drawn from an
-assumed law with noise and fitted as `scale fit` fits them, and many such sweeps differ by that.
+around its optimum, with a rule's rate and batch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import SPLITS
@@ -31,41 +23,23 @@ from data_pipeline.lanes.mixture import plan_of
 from foundation.errors import ConfigError, DataError
 from foundation.settings import differences, load_config
 from foundation.typed_values import json_text, to_tree
-from pretrain.config.resolve import with_precision, with_vocabulary
-from pretrain.config.run import RunConfig, accumulation_steps
-from pretrain.costs.device_memory import largest_footprint
-from pretrain.costs.fitting import advice, cheapest_fit
-from pretrain.costs.flops import RunCost, computed_step_flops, pass_lanes, run_cost
-from pretrain.costs.hardware import GIB, Hardware
-from pretrain.costs.run_time import run_time
-from pretrain.scaling.fit import TITLES
-from pretrain.scaling.frontier import Line, fit_isoflop
-from pretrain.scaling.law import LEVEL, FlopsLaw, Law, LawLine, as_size, fit_flops_law, refit
+from pretrain.config.resolve import with_vocabulary
+from pretrain.config.run import RunConfig
+from pretrain.costs.flops import RunCost, computed_step_flops, run_cost
 from pretrain.scaling.recipe import (
     FAR_SIZE,
     Family,
-    Rule,
     at_flops,
-    power_of_two,
     refuse_unsuited,
-    wanted_lanes,
-    with_budget,
     with_steps,
 )
-from pretrain.scaling.table import Array, Points
 from pretrain.sweeps.sweep_file import FORMAT, Cell, Kind, Sweep
-from pretrain.terminal.text import counted
 
 MOST_SIZES = 1000  # of a budget
 RATE_FACTORS = (0.5, 2.0)  # of the plan's rate, at one size of each budget
 LARGEST_CHANGE = 1.5  # of rate and batch between the runs of one trunk
-TAIL = 5  # of a run with the schedule wsd the last one of so many parts decays
+TAIL = 5  # parts of a run with the schedule wsd, the last of which decays
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
-MICRO_BATCHES = 8  # a rank's lanes are 8 to 16 times a power of two, or fewer than 16
-ROUNDED = 1 / 8  # most by which whole lanes on every rank may change the rule's batch
-# Besiroglu et al. 2024, of the runs of Hoffmann et al. 2022.
-ASSUMED = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
-SWEEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +112,7 @@ def length_axes(base: RunConfig, segments: Sequence[int], memories: Sequence[int
 
 
 def varied(experiment: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> list[RunConfig]:
-    """A run of every combination of the axes' values, the last axis changing first.
-
-    Raises ConfigError for settings that do not exist or do not go together.
-    """
+    """Return a run of every combination of the axes' values, the last axis changing first."""
     runs = []
     for parts in itertools.product(*(axis.items() for axis in axes)):
         name = "-".join(filter(None, (part for part, _ in parts)))
@@ -153,10 +124,7 @@ def varied(experiment: Path, overrides: Sequence[str], axes: Sequence[Axis]) -> 
 
 
 def at_computed_flops(run: RunConfig, flops: float) -> RunConfig:
-    """The run with the steps that these FLOPs pay for, with all that is computed.
-
-    So also what Muon takes, and what is computed a second time.
-    """
+    """Return the run with the steps that these FLOPs pay for, recomputation and Muon included."""
     return at_flops(run, flops, computed_step_flops(run, 1))
 
 
@@ -186,11 +154,7 @@ def plan_sizes(
     seeds: Sequence[int],
     holdouts: Mapping[float, float] | None = None,
 ) -> list[PlannedRun]:
-    """Return a run of every size and seed at each budget, and one per hold-out (budget: size).
-
-    Raises ConfigError for a base that cannot be scaled, or a budget that is too small for whole
-    steps.
-    """
+    """Return a run of every size and seed at each budget, and one per hold-out (budget: size)."""
     refuse_unsuited(family.base)
     runs: list[PlannedRun] = []
 
@@ -219,17 +183,17 @@ def plan_sizes(
 
 
 def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """What shows whether the runs can be trusted: rates and seeds beside those of the plan.
+    """Return runs that show whether the plan can be trusted.
 
-    The middle size of each budget at RATE_FACTORS of its rate, which no law is fitted to; and of
-    the smallest budget with two more seeds, where no run has several.
+    The middle size of each budget at RATE_FACTORS of its rate, and of the smallest budget with two
+    more seeds, where no run has several.
     """
     budgets: dict[float, list[PlannedRun]] = {}
     for item in runs:
         if not item.holdout:
             budgets.setdefault(item.facts["budget"], []).append(item)
     middles = [budgets[budget][len(budgets[budget]) // 2] for budget in sorted(budgets)]
-    found = []
+    checks = []
     for item, factor in itertools.product(middles, RATE_FACTORS):
         rate = float(f"{factor * item.run.optim.learning_rate:.4g}")
         optim = replace(item.run.optim, learning_rate=rate)
@@ -237,13 +201,13 @@ def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
         facts = {**item.facts, "learning_rate": rate, "rate_factor": factor}
         if "hours" in facts:  # a branch's are those after its start
             facts["hours"] *= item.cost.steps / (item.cost.steps - item.starts_at)
-        found.append(replace(item, run=run, facts=facts, starts_from="", starts_at=0))
+        checks.append(replace(item, run=run, facts=facts, starts_from="", starts_at=0))
     if len({item.run.seed for item in runs}) == 1:
         first = middles[0]
         for seed in (first.run.seed + 1, first.run.seed + 2):
             run = replace(first.run, name=f"{first.name}-s{seed}", seed=seed)
-            found.append(replace(first, run=run, starts_from="", starts_at=0))
-    return found
+            checks.append(replace(first, run=run, starts_from="", starts_at=0))
+    return checks
 
 
 def trunk_sizes(
@@ -260,12 +224,12 @@ def trunk_sizes(
 
 
 def as_trunks(runs: Sequence[PlannedRun]) -> tuple[list[PlannedRun], str]:
-    """Runs of one shape and seed as branches of one, and a line on what that saves.
+    """Return runs of one shape and seed as branches of one, and a line on what that saves.
 
-    With the schedule `wsd`, runs that differ in their number of steps are the same until the
-    shorter one decays its rate, in its last fifth (Hägele et al. 2024). So each continues the next
-    shorter one from there, and ends bitwise as if it had been trained alone. They have the rate,
-    lanes and engine of the longest of them, and the warm-up of the shortest.
+    With the schedule `wsd`, runs of different length are the same until the shorter one decays its
+    rate (Hägele et al. 2024). So each continues the next shorter one from there, with the rate,
+    lanes and engine of the longest and the warm-up of the shortest, as if it had been trained
+    alone.
     """
     chains: dict[tuple[int, int], list[PlannedRun]] = {}
     for item in runs:
@@ -300,13 +264,14 @@ def as_trunks(runs: Sequence[PlannedRun]) -> tuple[list[PlannedRun], str]:
             if before:
                 planned = replace(planned, starts_from=before.name, starts_at=start)
             made[item.name] = before = planned
-    found = [made[item.name] for item in runs]
-    whole = sum(item.cost.flops for item in found)
-    saved = sum(item.cost.flops * item.starts_at / item.cost.steps for item in found)
-    branches = sum(item.starts_at > 0 for item in found)
-    return found, (
-        f"trunks: {branches} of {len(found)} runs continue a shorter one of their shape before its "
-        f"rate decays: {whole - saved:.3g} FLOPs in place of {whole:.3g}, {saved / whole:.0%} "
+    planned_runs = [made[item.name] for item in runs]
+    whole = sum(item.cost.flops for item in planned_runs)
+    saved = sum(item.cost.flops * item.starts_at / item.cost.steps for item in planned_runs)
+    branches = sum(item.starts_at > 0 for item in planned_runs)
+    return planned_runs, (
+        f"trunks: {branches} of {len(planned_runs)} runs continue a shorter one of their shape "
+        f"before its rate decays: {whole - saved:.3g} FLOPs in place of {whole:.3g}, "
+        f"{saved / whole:.0%} "
         "saved; each shape has the rate and lanes of its longest run, the warm-up of its shortest, "
         f"and steps in multiples of {TAIL}"
     )
@@ -336,10 +301,7 @@ def corpus_of(base: RunConfig) -> Corpus | None:
 
 
 def check_corpus(corpus: Corpus, runs: Sequence[PlannedRun]) -> None:
-    """Raise DataError if the corpus is too small for a run, as repeated tokens are worth less.
-
-    That is one that reads a token twice, or has a lane with nothing to read.
-    """
+    """Raise DataError if a run would read a token twice, or has a lane with nothing to read."""
     if greedy := [i for i in runs if i.cost.tokens > corpus.num_tokens]:
         worst = max(greedy, key=lambda item: item.cost.tokens)
         raise DataError(
@@ -367,10 +329,9 @@ def make_sweep(
 ) -> Sweep:
     """Return the runs as a sweep whose file will be in `directory`.
 
-    Cells start from the experiment's file, so settings that `base` changes become overrides as
-    well. What one cell overrides all do, so that an edit of the experiment changes no planned
-    setting. A vocabulary size that `base` leaves unset remains unset: it is read from the corpus
-    when the cell runs.
+    Settings that `base` changes in its file become overrides. What one cell overrides all do, so
+    that an edit of the experiment changes no planned setting. A vocabulary size that `base` leaves
+    unset is read from the corpus when the cell runs.
     """
     plain = to_tree(load_config(RunConfig, experiment))
     vocabulary = base.model.vocab_size
@@ -396,164 +357,3 @@ def make_sweep(
         for item, tree in zip(runs, trees, strict=True)
     ]
     return Sweep(format=FORMAT, name=name, varies=varies, notes=tuple(notes), cells=tuple(cells))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The nodes that cells may use, and how fast they are."""
-
-    hardware: Hardware
-    mfu: float
-    rule: Rule
-
-    def make(self, shaped: RunConfig, budget: float) -> tuple[RunConfig, dict[str, float]]:
-        """The run of a shape and a budget with the engine settings that make it fit, and facts.
-
-        ConfigError if none does; it says on how many ranks it would.
-        """
-        hardware = self.hardware
-        on_gpu, capacity = hardware.on_gpu, hardware.usable_memory
-        run, ranks = self._on_ranks(shaped, budget)
-        accumulation_steps(run, ranks)  # raises where the experiment's lanes do not divide
-        known = with_precision(run, best="bf16" if on_gpu else "fp32")
-        found = cheapest_fit(known, ranks, capacity, on_gpu)
-        if found is None:
-            remedy = advice(known, ranks, capacity, on_gpu)
-            raise ConfigError(
-                f"at {budget:.3g} FLOPs {run.model.num_layers}x{run.model.d_model} do not fit into "
-                f"{capacity / GIB:,.1f} GiB on each of {counted(ranks, 'rank')} "
-                f"({hardware.name}): {remedy}; use more --nodes, a smaller --spread, fewer "
-                "--sizes or smaller budgets"
-            )
-        known = replace(known, engine=found.engine)
-        run = replace(run, engine=replace(found.engine, precision=run.engine.precision))
-        memory = largest_footprint(known, ranks, on_gpu)
-        once = replace(known, evaluation=replace(known.evaluation, interval=0))
-        time = run_time(once, ranks, hardware.device.peak(known.engine) * self.mfu)
-        host_bytes = memory.host if on_gpu else memory.device + memory.copy  # a CPU's is its device
-        return run, {
-            "nodes": ranks // hardware.ranks_per_node,
-            "ranks": ranks,
-            "hours": (time.training + (time.evaluation or 0.0)) / 3600,
-            "device_gib": memory.device / GIB,
-            "host_gib": hardware.ranks_per_node * host_bytes / GIB,
-            "checkpoint_gib": memory.checkpoint / GIB,
-        }
-
-    def _on_ranks(self, shaped: RunConfig, budget: float) -> tuple[RunConfig, int]:
-        """The run on as many nodes as its batch divides over, and its ranks."""
-        on_node, wanted = self.hardware.ranks_per_node, wanted_lanes(shaped, budget, self.rule)
-        counts = [each * on_node for each in range(self.hardware.nodes, 0, -1)]
-        if not wanted:  # the experiment's own lanes
-            dividing = [ranks for ranks in counts if shaped.data.lanes % ranks == 0]
-            return with_budget(shaped, budget, self.rule), (dividing or counts[-1:])[0]
-        for ranks in counts:
-            # A round number of lanes on each rank: of 97 the only micro-batch that divides is 1.
-            multiple = ranks * max(1, power_of_two(wanted / ranks) // MICRO_BATCHES)
-            lanes = multiple * max(1, round(wanted / multiple))
-            if abs(lanes / wanted - 1) <= ROUNDED or ranks == counts[-1]:
-                return with_budget(shaped, budget, self.rule, multiple), ranks
-        raise AssertionError("the fewest nodes always end the loop")
-
-
-def placement(item: PlannedRun) -> dict[str, str]:
-    """Where a cell runs, what it occupies and how long it takes, by the heads of a table."""
-    facts, ranks, engine = item.facts, int(item.facts["ranks"]), item.run.engine
-    offloaded = "memories" * engine.offload_memories, "optimizer" * engine.offload_optimizer
-    return {
-        "nodes": f"{facts['nodes']:.0f}",
-        "micro-batch": f"{pass_lanes(item.run, ranks)}x{accumulation_steps(item.run, ranks)}",
-        "ZeRO": str(engine.zero_stage),
-        "recomputed": engine.activation_checkpointing,
-        "offloaded": ", ".join(filter(None, offloaded)) or "-",
-        "GiB a rank": f"{facts['device_gib']:,.1f}",
-        "checkpoint GiB": f"{facts['checkpoint_gib']:,.1f}",
-        "hours": f"{facts['hours']:,.2f}",
-    }
-
-
-def placement_totals(runs: Sequence[PlannedRun], hardware: Hardware, mfu: float) -> list[str]:
-    """Hours of all cells one after another, and what they occupy, in a line each."""
-    hours = sum(item.facts["hours"] for item in runs)
-    of_ranks = sum(item.facts["hours"] * item.facts["ranks"] for item in runs)
-    unit = "GPU-hours" if hardware.on_gpu else "core-hours"
-    device, host = (max(i.facts[f"{name}_gib"] for i in runs) for name in ("device", "host"))
-    return [
-        f"every cell fits: {hours:,.1f} hours one after another ({of_ranks:,.0f} {unit} at "
-        f"{mfu:.0%} MFU, of which small models use less: --mfu), at most {device:,.1f} GiB a rank "
-        f"and {host:,.1f} GiB of host memory a node",
-        hardware.describe(),
-    ]
-
-
-def simulated_table(runs: Sequence[PlannedRun], target: float, noise: float) -> list[list[str]]:
-    """Heads and rows: N* and loss at `target` FLOPs with 95% of the simulated sweeps.
-
-    For the plan, for the plan without each budget, and with each budget's runs twice. `noise` is
-    the relative standard deviation of a run's loss. ConfigError beyond reason.
-    """
-    if not (0 < target < np.inf and 0 < noise < 0.5):
-        raise ConfigError(
-            f"--simulate {target:g} --noise {noise:g}: expected positive FLOPs, and a noise from "
-            "0.0001 to 0.5 of the loss"
-        )
-    fitted = [item for item in runs if not item.holdout and "rate_factor" not in item.facts]
-    points, total = _points_of(fitted), sum(item.cost.flops for item in runs)
-    # A run has the same noise in every row, so that rows can be compared.
-    noise_KP = noise * np.random.default_rng(0).standard_normal((SWEEPS, 2 * len(points)))
-    twice = points.take(np.tile(np.arange(len(points)), 2))
-    rows = [["plan", "FLOPs", "law", "N*", "times", "loss"]]
-    for name, chosen_P in _changes(points.budget_P):
-        changed = twice.take(chosen_P)
-        flops = total + changed.flops_P.sum() - points.flops_P.sum()
-        flops_law = fit_flops_law(changed.parameters_P, changed.tokens_P, changed.flops_P)
-        for key, answers_K2 in _answers(changed, flops_law, np.log(target), noise_KP[:, chosen_P]):
-            ends = [50, 50 - LEVEL / 2, 50 + LEVEL / 2]
-            n_3, loss_3 = np.nanpercentile(answers_K2, ends, axis=0).T
-            size = "{} [{}, {}]".format(*map(as_size, np.exp(n_3).tolist()))
-            loss = "{:.4f} [{:.4f}, {:.4f}]".format(*loss_3)
-            row = [name, f"{flops / total:.0%}", TITLES[key], size]
-            rows.append([*row, f"{np.exp(n_3[2] - n_3[1]):.2f}", loss])
-    return rows
-
-
-def _changes(budget_P: Array) -> Iterator[tuple[str, Array]]:
-    """Names and indices of runs, which begin again after the last: all; without, or twice, some."""
-    everything = np.arange(len(budget_P))
-    yield "as it is", everything
-    budgets = np.unique(budget_P)
-    for budget in budgets if len(budgets) > 2 else ():
-        yield f"without {budget:.2g}", everything[budget_P != budget]
-    for budget in budgets:
-        again = len(budget_P) + everything[budget_P == budget]
-        yield f"{budget:.2g} twice", np.concatenate([everything, again])
-
-
-def _answers(
-    points: Points, flops_law: FlopsLaw, log_target: float, noise_KP: Array
-) -> Iterator[tuple[str, Array]]:
-    """Each law's ln N* and loss [K, 2] over the simulated sweeps, if most of them have it."""
-    lines: dict[str, list[Line]] = {"parametric": [], "isoflop": []}
-    loss_P = ASSUMED.loss(points.parameters_P, points.tokens_P)
-    for noise_P in noise_KP:
-        drawn = replace(points, loss_P=loss_P * np.exp(noise_P))
-        lines["parametric"].append(LawLine(refit(ASSUMED, drawn), flops_law))
-        # Too few budgets may have a vertex inside their sizes.
-        with contextlib.suppress(DataError):
-            lines["isoflop"].append(fit_isoflop(drawn).frontier)
-    for key, found in lines.items():
-        if len(found) > SWEEPS / 2:
-            yield key, np.array([(x.log_parameters(log_target), x.loss(log_target)) for x in found])
-
-
-def _points_of(runs: Sequence[PlannedRun]) -> Points:
-    names = ("parameters", "tokens", "flops", "budget")
-    columns: Any = {f"{name}_P": np.array([float(i.facts[name]) for i in runs]) for name in names}
-    return Points(
-        names=tuple(item.name for item in runs),
-        **columns,
-        loss_P=np.ones(len(runs)),
-        progress_P=np.ones(len(runs)),
-        holdout_P=np.zeros(len(runs), bool),
-        source="the plan",
-    )

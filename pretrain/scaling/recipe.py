@@ -50,15 +50,15 @@ class Family:
     keep_layers: bool = False  # every shape has the base's depth
 
     def nearest(self, parameters: float, tolerance: float = math.inf) -> RunConfig:
-        """The base in the shape whose parameters come nearest to the wanted number.
+        """Return the base in the shape with the nearest number of parameters.
 
         ConfigError if their logarithms differ by more than the tolerance.
         """
         run = self._nearest_shape(parameters)
-        found = parameter_counts(run.model).total
-        if abs(math.log(found / parameters)) > tolerance:
+        size = parameter_counts(run.model).total
+        if abs(math.log(size / parameters)) > tolerance:
             raise ConfigError(
-                f"the nearest shape to {parameters:.3g} parameters has {found:.3g} (heads of "
+                f"the nearest shape to {parameters:.3g} parameters has {size:.3g} (heads of "
                 f"{run.model.head_width}, vocabulary {run.model.vocab_size}); use a base with "
                 "smaller heads or another vocabulary"
             )
@@ -96,7 +96,7 @@ class Family:
         return f"shapes: {depth}, heads of {model.head_width}"
 
     def _allows(self, num_heads: int) -> bool:
-        """Whether so many heads make a round width, group as the base's, and can be shared so."""
+        """Return whether these heads make a round width and share key heads as in the base."""
         model = self.base.model
         if num_heads == model.num_heads:
             return True
@@ -127,15 +127,15 @@ def with_shape(base: RunConfig, num_heads: int, num_layers: int) -> RunConfig:
 
 
 def _key_heads(model: ModelConfig, num_heads: int) -> int | None:
-    """Key heads for so many heads: as many heads share one as in the base. None if they cannot.
+    """Return the key heads of these heads, grouped as in the base; None if that cannot be.
 
-    Groups of three, which few round widths divide into, may become those of two or four.
+    Groups of three, which divide few round widths, may become groups of two or four.
     """
     group = model.num_heads // model.key_heads
     most = math.log(HEADS_PER_KEY_FREEDOM) if group & (group - 1) else 0.0
     divisors = (count for count in range(1, num_heads + 1) if num_heads % count == 0)
-    error, found = min((abs(math.log(num_heads / each / group)), each) for each in divisors)
-    return found if error <= most else None
+    error, best = min((abs(math.log(num_heads / count / group)), count) for count in divisors)
+    return best if error <= most else None
 
 
 def power_of_two(most: float) -> int:
@@ -146,8 +146,8 @@ def power_of_two(most: float) -> int:
 def step_law(body_parameters: float, tokens: float) -> tuple[float, float]:
     """Return (peak learning rate, tokens per batch).
 
-    Outside the runs it was fitted to, each is the lower one of the law's value and of that at the
-    nearest point inside: a rate that is too high costs more than one that is too low.
+    Outside the runs it was fitted to, each is at most the value at the nearest point inside: a rate
+    that is too high costs more than one that is too low.
     """
     inside = (_clipped(body_parameters, STEP_LAW_PARAMETERS), _clipped(tokens, STEP_LAW_TOKENS))
     values = [
@@ -220,7 +220,7 @@ def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int =
 
 
 def wanted_lanes(run: RunConfig, budget: float, rule: Rule) -> float:
-    """Return the lanes of the rule's batch, not whole; 0 where it keeps those of the run."""
+    """Return the lanes of the rule's batch, not whole; 0 where it keeps the run's."""
     tokens = budget / run_cost(run).flops_per_token
     _, batch = rule(run, tokens)
     return min(batch, tokens / BATCHES) / run.lane_tokens_per_step

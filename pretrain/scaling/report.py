@@ -146,7 +146,7 @@ def warning_lines(fit: Fit, verbose: bool = False) -> list[str]:
         placeholder=" ... (--verbose)",
     )
     most = len(fit.warnings) if verbose else MOST_WARNINGS
-    lines = [line for each in fit.warnings[:most] for line in wrap.wrap(f"warning: {each}")]
+    lines = [line for warning in fit.warnings[:most] for line in wrap.wrap(f"warning: {warning}")]
     more = len(fit.warnings) - most
     return lines + [f"{more} more: --verbose"] * (more > 0)
 
@@ -172,7 +172,7 @@ def _holdouts(fit: Fit) -> list[str]:
 
 
 def _details(fit: Fit) -> list[str]:
-    """All else: notes, why what is missing is, the laws' numbers, the runs left out."""
+    """All else: notes, why what is missing is, the laws' numbers, excluded runs."""
     lines = [*(f"note: {note}" for note in fit.points.notes), *_missing(fit)]
     lines += [
         f"intervals of {item.title} rest on {count} "
@@ -284,7 +284,7 @@ def write_parts(
     return path
 
 
-def write_report(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
+def write_fit_page(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
     """Write report.html about the table `runs`, fit.json and the figures; return the page."""
     points = fit.points
     lead = (

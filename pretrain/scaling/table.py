@@ -1,6 +1,6 @@
 """Tables of finished runs: CSV, JSON and JSONL files as columns, with units checked once.
 
-A run is left out only with a reason, and a mistake in a file is one DataError that says what to do.
+A run is excluded only with a reason, and a mistake in a file is one DataError that says what to do.
 Legend: P points, the runs. N parameters, D training tokens, C training FLOPs.
 """
 
@@ -58,7 +58,7 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Runs as columns of equal length P, with those left out and notes for the reader."""
+    """Runs as columns of equal length P, with the excluded ones and notes for the reader."""
 
     names: tuple[str, ...]
     parameters_P: Array
@@ -156,8 +156,8 @@ class Columns:
         return str(row.get(self.name) or row.get("run") or f"row {row['_line']}")
 
 
-def number(value: Any) -> float:
-    """The value as a number; NaN if it is none."""
+def as_number(value: Any) -> float:
+    """Return the value as a number; NaN for anything else."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -173,8 +173,8 @@ def flag(value: object) -> bool | None:
 def text_of(path: Path, origin: str = ORIGIN) -> str:
     """Read a text file in UTF-8; DataError if it is absent or has another encoding."""
     if not path.is_file():
-        found = "is a directory" if path.is_dir() else "does not exist"
-        raise DataError(f"{path} {found}; name a file: {origin}")
+        problem = "is a directory" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {problem}; name a file: {origin}")
     try:
         text = read_text(path, LARGEST_LIST_BYTES)
         return text.removeprefix("\ufeff")  # spreadsheets put a byte-order mark in front
@@ -231,11 +231,7 @@ def column_names(rows: Sequence[Row]) -> list[str]:
 def read_points(
     path: Path, columns: Columns | None = None, *, exclude: Sequence[str] = ()
 ) -> Points:
-    """Read the runs of a file; those that `exclude` names take no part.
-
-    Raise DataError, one line per kind of mistake: missing column, not a number, not positive, no
-    rows left.
-    """
+    """Read the runs of a file; those that `exclude` names take no part. DataError for mistakes."""
     path, rows = Path(path), rows_of(Path(path))
     if not rows:
         raise DataError(f"{path} contains no runs; check the file")
@@ -268,9 +264,9 @@ def read_points(
 
 
 def _known(columns: Columns, rows: Sequence[Row], path: Path) -> tuple[Columns, list[str]]:
-    """The columns with usual names for those that are absent, and a note for each.
+    """Return the columns with usual names for absent ones, and a note for each.
 
-    DataError for a missing column that was named by hand: it is not ignored silently.
+    DataError for a missing column that was named by hand.
     """
     present = column_names(rows)
     for field in fields(columns):
@@ -308,7 +304,7 @@ class _Table:
             )
         warning = self._units_warning(**sizes)
         done = [row.get(self.columns.progress) for row in self.rows]
-        progress_P = np.array([1.0 if cell in (None, "") else number(cell) for cell in done])
+        progress_P = np.array([1.0 if cell in (None, "") else as_number(cell) for cell in done])
         self.check(
             (progress_P >= 0) & (progress_P <= 1),
             self.columns.progress,
@@ -360,13 +356,13 @@ class _Table:
             )
 
     def _values(self, column: str) -> Array:
-        return np.array([number(row.get(column)) for row in self.rows])
+        return np.array([as_number(row.get(column)) for row in self.rows])
 
     def _has(self, role: str) -> bool:
         return any(row.get(getattr(self.columns, role)) not in (None, "") for row in self.rows)
 
     def _sizes(self, notes: list[str]) -> dict[str, Array]:
-        """Return N, D and C, one of which may follow from the others."""
+        """Return N, D and C, where one may follow from the others."""
         # A column of N or D that is there but empty is an error of its rows, not an assumption.
         present = column_names(self.rows)
         absent = [r for r in ("tokens", "parameters") if getattr(self.columns, r) not in present]

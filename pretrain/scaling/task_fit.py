@@ -67,9 +67,10 @@ class TaskFit:
         return loss, replace(accuracy, low=max(accuracy.low, 0.0), high=min(accuracy.high, 1.0))
 
     def backtest(self) -> tuple[float, float, float] | None:
-        """Errors on the runs of the largest budget by both steps without its group of budgets: the
-        mean absolute relative one of the loss, and the mean absolute ones of the accuracy by the
-        second step alone and by both. None without such fits.
+        """Return the mean absolute errors on the largest budget, fitted without it; None without
+        fits.
+
+        They are of the loss (relative), of the accuracy by the second step alone, and by both.
         """
         points, group = self.fit.points, (len(self.fit.points.budgets) - 1) % MOST_GROUPS
         if not self.left_out or points.accuracy_P is None:
@@ -79,7 +80,9 @@ class TaskFit:
         predicted_P = law.loss(last.parameters_P, last.tokens_P)
         accuracies_P = sigmoid.at(last.loss_P), sigmoid.at(predicted_P)
         loss = float(np.abs(predicted_P / last.loss_P - 1).mean())
-        second, both = (float(np.abs(each - last.accuracy_P).mean()) for each in accuracies_P)
+        second, both = (
+            float(np.abs(accuracy_P - last.accuracy_P).mean()) for accuracy_P in accuracies_P
+        )
         return loss, second, both
 
     def extrapolated(self, loss: float) -> float:
@@ -90,8 +93,7 @@ class TaskFit:
 def fit_task(runs: Points, chance: float | None = None, ceiling: float = 1.0) -> TaskFit:
     """Fit both steps; the points' losses are the task's. `chance` and `ceiling`: known ends.
 
-    Mid-schedule rows with an accuracy are pairs of the second step. DataError for too few runs, or
-    accuracies that do not fall with the loss.
+    Mid-schedule rows with an accuracy are pairs of the second step.
     """
     fit = fit_all(runs)
     law, chosen = law_of_runs(fit), _pairs(runs)
@@ -172,14 +174,14 @@ def _least_squares(loss_P: Array, accuracy_P: Array, start: Sigmoid, is_known: b
     from scipy.optimize import least_squares
 
     def sigmoid(numbers: Array) -> Sigmoid:
-        log_steepness, middle = (float(each) for each in numbers[:2])
+        log_steepness, middle = (float(number) for number in numbers[:2])
         floor = start.floor if is_known else float(numbers[2])
         return Sigmoid(floor, start.ceiling, float(np.exp(log_steepness)), middle)
 
     first, low, high = [np.log(start.steepness), start.middle], [-np.inf] * 2, [np.inf] * 2
     if not is_known:
         first, low, high = [*first, start.floor], [*low, 0.0], [*high, start.ceiling]
-    found = least_squares(
+    solution = least_squares(
         lambda numbers: sigmoid(numbers).at(loss_P) - accuracy_P, first, bounds=(low, high)
     )
-    return sigmoid(found.x)
+    return sigmoid(solution.x)

@@ -62,8 +62,7 @@ class PlacedCell:
 
 
 def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
-    """The cells of the sweep in `file`, with their runs in `runs`; all that reads runs of a sweep
-    takes them from here.
+    """Return the cells of the sweep in `file`, with their runs in `runs`.
 
     ConfigError for a run with other settings than its cell's.
     """
@@ -71,12 +70,12 @@ def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
         PlacedCell(cell, config_of(cell, file), runs / cell.name, sweep.varies)
         for cell in sweep.cells
     ]
-    refuse_others((each.path, other_settings(each.path, each.config)) for each in cells)
+    refuse_others((placed.path, other_settings(placed.path, placed.config)) for placed in cells)
     return cells
 
 
 def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) -> str:
-    """In what the run in `path` is another than that of `config`: `seed 1 -> 2`; "" if in nothing.
+    """Return how the run in `path` differs from `config`: `seed 1 -> 2`; "" if in nothing.
 
     `own` are its settings if it has not begun. Of a damaged run its reader says more.
     """
@@ -102,27 +101,25 @@ def refuse_others(others: Iterable[tuple[Path, str]]) -> None:
 
 
 def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) -> list[Path]:
-    """The runs that the paths stand for, each once: a run, the runs in a folder, a sweep's cells.
+    """Return the runs that the paths stand for, each once: a run, the runs in a folder, a sweep's.
 
-    A path that is none of them is kept, for its reader to refuse. ConfigError for a sweep that has
-    not started.
+    Any other path is kept, for its reader to refuse.
     """
-    found: list[Path] = []
+    runs: list[Path] = []
     for path in paths:
         if path.suffix in YAML_SUFFIXES and find_config(path).is_file():
-            found += _started_cells(path, is_run)
+            runs += _started_cells(path, is_run)
         else:
-            found += list(find_runs(path, is_run)) or [path]
-    return list(dict.fromkeys(found))
+            runs += list(find_runs(path, is_run)) or [path]
+    return list(dict.fromkeys(runs))
 
 
 def find_runs(
     root: Path, is_run: Callable[[Path], bool] = _holds_run, depth: int = _DEPTH
 ) -> Iterator[Path]:
-    """Run directories at or under `root`, in the order of their names and of numbers in them.
+    """Yield run directories at or under `root`, by their names and the numbers in them.
 
-    Runs are not searched for other runs. A directory that this user may not read is passed over,
-    with a warning.
+    A directory that this user may not read is passed over with a warning.
     """
     try:
         if is_run(root):
@@ -138,10 +135,7 @@ def find_runs(
 
 
 def _started_cells(path: Path, is_run: Callable[[Path], bool]) -> list[Path]:
-    """Run directories of the cells that have started, of the sweep in the file `path`.
-
-    ConfigError if none has, or one is another run.
-    """
+    """Return the runs of the cells that have started; ConfigError if none has."""
     tree = read_tree(path)
     if not tree.keys() & {"cells", "grid"}:
         raise ConfigError(
@@ -150,13 +144,13 @@ def _started_cells(path: Path, is_run: Callable[[Path], bool]) -> list[Path]:
         )
     sweep = read_sweep(path)
     folder = cells_directory(sweep)
-    found = [cell.path for cell in cells_of(sweep, path, folder) if is_run(cell.path)]
-    if not found:
+    started = [cell.path for cell in cells_of(sweep, path, folder) if is_run(cell.path)]
+    if not started:
         raise ConfigError(
             f"{path}: none of its {len(sweep.cells)} cells has started in {folder}; name the "
             "folder of its runs, or start it with 'launcher sweep submit'"
         )
-    return found
+    return started
 
 
 def _by_number(path: Path) -> list[str | int]:

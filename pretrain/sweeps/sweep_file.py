@@ -1,21 +1,7 @@
-"""The file of a sweep: its cells, each an experiment file plus overrides. Torch-free.
+"""The file of a sweep: its cells, each an experiment file plus overrides, or a grid. Torch-free.
 
-format: 1
-name: books                          # the sweep's name
-varies: sizes                        # what a plan varied, which decides what its page shows
-notes: [...]                         # how it was planned, for people
-cells:
-  - name: c1e17-n12M                 # also the name of the run's directory
-    experiment: ../experiments/books.yaml     # relative to this file
-    overrides: [seed=1, model.num_layers=4, ...]      # as on the command line
-    facts: {budget: 1.0e+17, ...}    # numbers of the plan; a runner copies them, and needs none
-    holdout: false                   # true: predicted from the others, never fitted
-
-Instead of cells there may be a grid, from which they follow, one for each combination, the last
-setting changing first:
-
-experiment: ../experiments/books.yaml
-grid: {optim.learning_rate: [3e-4, 1e-3], model.memory_length: [64, 128]}
+docs/scaling.md shows one with cells, docs/launcher.md one with a grid: a cell for each combination,
+the last setting changing first.
 """
 
 from __future__ import annotations
@@ -84,8 +70,8 @@ def read_sweep(path: Path) -> Sweep:
     """A sweep file; ConfigError lists everything that is wrong with it."""
     if path.suffix not in YAML_SUFFIXES and not path.exists():
         beside = [path.with_name(f"{path.name}.yaml"), sweep_path(None, path.name)]
-        found = [each for each in beside if find_config(each).is_file()]
-        hint = f"; did you mean '{found[0]}'?" if found else ""
+        existing = [path_beside for path_beside in beside if find_config(path_beside).is_file()]
+        hint = f"; did you mean '{existing[0]}'?" if existing else ""
         raise ConfigError(f"{path} does not exist; expected the file of a sweep (YAML){hint}")
     tree = read_tree(path)
     if "grid" in tree:
@@ -120,10 +106,7 @@ def write_sweep(path: Path, sweep: Sweep) -> None:
 
 
 def check_sweep_output(path: Path, name: str) -> None:
-    """Raise ConfigError unless a sweep of this name can be written there, in place of none or one.
-
-    An experiment or any other file of the user is not replaced.
-    """
+    """Raise ConfigError unless a sweep of this name can be written there, or replaces a sweep."""
     require_name("--name", name)
     check_output_file("--output", path, f"{name}.yaml")
     if path.exists() and not _is_planned_sweep(path):
@@ -139,7 +122,7 @@ def _is_planned_sweep(path: Path) -> bool:
 
 def check_overrides(name: str, value: Any) -> None:
     """Raise ConfigError unless the value in a file is a list of overrides."""
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ConfigError(
             f"{name} is {shown(value)}; write settings as on a command line: "
             "[seed=1, model.memory_length=64]"
@@ -160,7 +143,7 @@ def _expanded(tree: Tree, path: Path) -> Tree:
         )
     for key, values in grid.items():
         is_list = isinstance(key, str) and isinstance(values, list) and values
-        if not is_list or any(isinstance(each, dict) for each in values):
+        if not is_list or any(isinstance(item, dict) for item in values):
             raise ConfigError(
                 f"{path}: grid.{key} is {shown(values)}; "
                 "expected a list of values, such as [1, 2], under the name of a setting"
@@ -175,7 +158,7 @@ def _expanded(tree: Tree, path: Path) -> Tree:
     cells = []
     for values in itertools.product(*grid.values()):
         # As the values would stand on the command line.
-        texts = [each if isinstance(each, str) else json_text(each) for each in values]
+        texts = [item if isinstance(item, str) else json_text(item) for item in values]
         texts = dict(zip(grid, texts, strict=True))
         name = "-".join(f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in texts.items())
         if len(name) > LONGEST_NAME:  # its beginning, and a hash of all of it

@@ -25,7 +25,7 @@ from pretrain.costs.flops import run_cost, token_flops
 from pretrain.costs.run_time import evaluation_flops, run_time
 from pretrain.kernels import flash_linear_attention as kernels_of_fla
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.new_experiment import TrainingText, as_file, new_experiment
+from pretrain.scaling.new_experiment import TrainingText, experiment_text, new_experiment
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 
@@ -209,7 +209,7 @@ def test_the_file_reads_back_as_the_run_it_was_written_from(parameters, tokens, 
     run = new_experiment("mine", text, parameters)
     assert run_cost(run).parameters == pytest.approx(parameters, rel=0.4)
     file = tmp_path / "mine.yaml"
-    file.write_text(as_file(run, file, text))
+    file.write_text(experiment_text(run, file, text))
     found = load_config(RunConfig, file)
     assert replace(found, model=replace(found.model, vocab_size=vocab_size)) == run
     assert run.data.lanes * longest <= tokens
@@ -222,7 +222,7 @@ def test_with_paper_the_parts_are_the_defaults_and_the_size_is_still_as_asked(tm
     text = TrainingText(path=Path("c"), tokens=10**8, longest_document=9000, vocab_size=16_000)
     run = new_experiment("mine", text, 3e7, paper=True)
     file = tmp_path / "mine.yaml"
-    file.write_text(as_file(run, file, text))
+    file.write_text(experiment_text(run, file, text))
     model, plain = load_config(RunConfig, file).model, ModelConfig()
     parts = ("positions", "norm", "norm_position", "feed_forward", "query_key_norm", "z_loss")
     for part in (*parts, "num_key_heads"):
@@ -231,7 +231,7 @@ def test_with_paper_the_parts_are_the_defaults_and_the_size_is_still_as_asked(tm
     assert run_cost(run).parameters == pytest.approx(3e7, rel=0.4)
     assert run.optim.learning_rate == 2.5e-4
     assert "the paper's: " not in file.read_text()
-    today = as_file(new_experiment("mine", text, 3e7), file, text)
+    today = experiment_text(new_experiment("mine", text, 3e7), file, text)
     named = re.findall("the paper's: (.*)", today)
     assert named == ["relative", "layernorm", "post", "relu"]
 
@@ -248,7 +248,7 @@ def test_settings_of_the_command_line_are_in_the_file_and_the_size_is_as_asked(s
     assert run.model.num_layers % 4 == 0
     assert run_cost(run).parameters == pytest.approx(3e6, rel=0.4)
     file = tmp_path / "mine.yaml"
-    file.write_text(as_file(run, file, text, overrides))
+    file.write_text(experiment_text(run, file, text, overrides))
     found = load_config(RunConfig, file)
     assert found == replace(run, model=replace(run.model, vocab_size=0))
     assert found.model.num_deltanet_layers == 3 * found.model.num_attention_layers

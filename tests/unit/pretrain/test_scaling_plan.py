@@ -27,13 +27,14 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig
 from pretrain.costs.flops import run_cost
 from pretrain.costs.hardware import GIB, USABLE
-from pretrain.scaling import plan
+from pretrain.scaling import simulation
 from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.frontier import fit_isoflop
 from pretrain.scaling.law import Interval, fit_flops_law, fit_parametric
 from pretrain.scaling.learning_rate import Rung, TunedRule
-from pretrain.scaling.plan import ASSUMED, make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
+from pretrain.scaling.plan import make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
 from pretrain.scaling.recipe import FAR_SIZE, RULES, Family, outside_step_law, step_law, with_budget
+from pretrain.scaling.simulation import ASSUMED
 from pretrain.sweeps.cells import config_of
 from pretrain.sweeps.sweep_file import read_sweep, write_sweep
 from tests.helpers import scaling_runs
@@ -320,7 +321,7 @@ def simulate(path: Path, *flags: object) -> int:
 
 
 def test_the_simulated_width_is_that_of_fits_to_drawn_losses(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "SWEEPS", 50)
+    monkeypatch.setattr(simulation, "SWEEPS", 50)
     path = tmp_path / "sweep.yaml"
     flags = ("--budgets", *BUDGETS, "--no-checks", "--simulate", TARGET, "--noise", NOISE)
     assert simulate(path, *flags) == 0
