@@ -181,10 +181,11 @@ def check_width(tokens: np.ndarray) -> None:
     first = tokens[: BLOCK - BLOCK % 4]
     for times in (4, 2):
         parts = first[: len(first) - len(first) % times].reshape(-1, times)
-        if len(parts) < FEWEST_PARTS or (parts[:, 0] < SMALL).all():
+        wider = 8 * times * tokens.itemsize
+        if len(parts) < FEWEST_PARTS or wider > 64:
             continue
-        if (parts[:, 1:] < SMALL).all():
-            wider = 8 * times * tokens.itemsize
+        # Ids of any byte order, or floats: all but one of the parts are small in every number.
+        if (parts < SMALL).all(0).sum() == times - 1:
             raise UnreadableRecords(
                 f"{times - 1} of {times} numbers are below {SMALL}: they are {wider}-bit numbers "
                 f"read as {tokens.dtype}; set token_dtype to uint{wider}"

@@ -247,6 +247,8 @@ WIDE = np.arange(70, 130)
     [
         (WIDE.astype("<u4"), {}),
         (WIDE.astype("<i8"), {}),
+        (WIDE.astype(">u4"), {}),
+        (WIDE.astype("<f4"), {"tokenizer": replace(IDS, vocab_size=65_536)}),
         (WIDE.astype("<i8"), {"token_dtype": "uint16"}),
         (WIDE.astype("<i8"), {"token_dtype": "uint32"}),
         (WIDE.astype("<u2"), {"token_dtype": "uint8", "tokenizer": replace(IDS, end_id=-1)}),
