@@ -162,6 +162,8 @@ class JobSupervisor:
             )
         try:
             with run_dir.locked(HOLDER, is_fenced=True), FirstNodeGuard(job) as guard:
+                if self._num_spare:
+                    guard.ensure_running(job.nodes)
                 excludable = self._exit.excludable
                 pool = NodePool(
                     job, self._num_spare, run_dir, excludable, site.slurm, self._probe, site.clock
