@@ -74,7 +74,7 @@ class NodeRange:
         return self.least + self.spare
 
     def __str__(self) -> str:
-        """What Slurm is asked for."""
+        """Return what Slurm is asked for."""
         least, most = self.least_of_job, self.most + self.spare
         return str(least) if least == most else f"{least}-{most}"
 
@@ -236,7 +236,7 @@ def _check_texts(cluster: ClusterConfig) -> None:
 
 
 def control_characters(text: str) -> bool:
-    """Whether a line break, an escape or another control character is in the text."""
+    """Return whether a line break, an escape or another control character is in the text."""
     return any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
@@ -254,7 +254,7 @@ def load_cluster(path: Path) -> ClusterConfig:
 
 
 def time_limit_seconds(time_limit: str) -> float:
-    """A time limit as Slurm writes it, in seconds; infinity for UNLIMITED and the like."""
+    """Return a time limit as Slurm writes it, in seconds; infinity for UNLIMITED and the like."""
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return float("inf")
     match = _TIME.fullmatch(time_limit)

@@ -263,7 +263,7 @@ class ModelConfig:
             )
 
     def function_settings(self) -> dict[str, Any]:
-        """The settings that decide what given weights compute, with derived widths filled in.
+        """Return the settings that decide what given weights compute, with derived widths.
 
         Not among them: what only training uses, and how much is remembered.
         """
@@ -325,7 +325,7 @@ class ModelConfig:
         return replace(self, memory_length=lengths[: len(self.memory_length)])
 
     def ties_projection(self, index: int) -> bool:
-        """Whether bin `index` of the output layer uses the embedding's projection."""
+        """Return whether bin `index` of the output layer uses the embedding's projection."""
         return bool(self.tie_projections) and self.tie_projections[index]
 
     def layer_kind(self, layer: int) -> LayerKind:

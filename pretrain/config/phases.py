@@ -15,12 +15,12 @@ from pretrain.config.run import RunConfig
 
 
 def phase_at(run: RunConfig, step: int) -> int:
-    """The number of the phase that makes the update after `step` updates; 0 is the run's start."""
+    """Return the number of the phase that makes the update after `step` updates; 0: the first."""
     return sum(phase.from_step <= step for phase in run.data.phases)
 
 
 def run_at(run: RunConfig, step: int) -> RunConfig:
-    """The run with the mixture, lanes and segment length of the phase."""
+    """Return the run with the mixture, lanes and segment length of the phase."""
     data = run.data
     for phase in run.data.phases[: phase_at(run, step)]:
         data = replace(
@@ -40,12 +40,12 @@ def mixture_setting(run: RunConfig, step: int) -> str:
 
 
 def runs_of_phases(run: RunConfig) -> list[RunConfig]:
-    """The run in each of its phases."""
+    """Return the run in each of its phases."""
     return [run_at(run, step) for step in (0, *(phase.from_step for phase in run.data.phases))]
 
 
 def spans_of_phases(run: RunConfig, steps: range) -> list[tuple[RunConfig, int]]:
-    """The run in each phase that makes some of these updates, counted from 0, and how many."""
+    """Return the run in each phase with some of these updates, counted from 0, and how many."""
     borders = [0, *(phase.from_step for phase in run.data.phases), steps.stop]
     spans = [
         range(max(start, steps.start), min(stop, steps.stop)) for start, stop in pairwise(borders)
@@ -56,33 +56,33 @@ def spans_of_phases(run: RunConfig, steps: range) -> list[tuple[RunConfig, int]]
 
 
 def tokens_of_steps(run: RunConfig, steps: range) -> int:
-    """How many tokens these updates read, counted from 0, over all lanes and phases."""
+    """Return how many tokens these updates read, counted from 0, over all lanes and phases."""
     return sum(phase.tokens_per_step * count for phase, count in spans_of_phases(run, steps))
 
 
 def starts_phase(run: RunConfig, step: int) -> bool:
-    """Whether the update after `step` updates is a phase's first."""
+    """Return whether the update after `step` updates is a phase's first."""
     return any(phase.from_step == step for phase in run.data.phases)
 
 
 def restarts_lanes(run: RunConfig, step: int) -> bool:
-    """Whether the update after `step` updates is the first after the lanes restart."""
+    """Return whether the update after `step` updates is the first after the lanes restart."""
     return any(phase.from_step == step and phase.restarts_lanes for phase in run.data.phases)
 
 
 def first_step_at(run: RunConfig, step: int) -> int:
-    """The number of updates before the phase."""
+    """Return the number of updates before the phase."""
     return max((phase.from_step for phase in run.data.phases if phase.from_step <= step), default=0)
 
 
 def lane_seed_at(run: RunConfig, step: int) -> int:
-    """The seed of the lanes' order: the run's, plus the number of the phase that started them."""
+    """Return the seed of the lanes' order: the run's, plus the phase's number that started them."""
     numbered = enumerate(run.data.phases[: phase_at(run, step)], start=1)
     return run.seed + max((number for number, phase in numbered if phase.restarts_lanes), default=0)
 
 
 def describe_phase(run: RunConfig, step: int) -> str:
-    """What changes at the phase that starts after `step` updates, in one line."""
+    """Return what changes at the phase that starts after `step` updates, in one line."""
     before, after = run_at(run, step - 1).data, run_at(run, step).data
     lanes = "restart" if restarts_lanes(run, step) else "continue"
     changed = before.segment_length != after.segment_length

@@ -172,7 +172,7 @@ class DataConfig:
         return (*self.mixture, *(part for phase in self.phases for part in phase.mixture))
 
     def directory(self) -> Path:
-        """Where to read the corpus: `path`, or this node's cache of a URL.
+        """Return where to read the corpus: `path`, or this node's cache of a URL.
 
         Fetches the manifests and the tokenizer of a URL. DataError unless it has one of
         `manifest_hashes`, if there are any.
@@ -351,7 +351,7 @@ class RunConfig:
 
 
 def may_change(key: str) -> bool:
-    """Whether a setting, such as `optim.steps`, may change when a run is resumed.
+    """Return whether a setting, such as `optim.steps`, may change when a run is resumed.
 
     With another value of any other setting it would be another run.
     """
@@ -359,7 +359,7 @@ def may_change(key: str) -> bool:
 
 
 def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
-    """The contiguous lanes that `rank` reads; ConfigError if lanes do not divide over the ranks.
+    """Return the contiguous lanes that `rank` reads; ConfigError if they do not divide evenly.
 
     Lanes are global: what they read does not depend on the number of ranks.
     """

@@ -463,7 +463,7 @@ def deepspeed_optimizer(run: RunConfig) -> str:
 
 
 def overlaps_reduction(run: RunConfig, on_gpu: bool) -> bool:
-    """Whether gradients are summed over the ranks while the backward pass goes on."""
+    """Return whether gradients are summed over the ranks while the backward pass goes on."""
     return on_gpu and (
         sharding_stage(run) == 3 or (sharding_stage(run) == 2 and not run.engine.offload_optimizer)
     )

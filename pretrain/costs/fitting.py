@@ -81,7 +81,7 @@ def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool)
 def _candidates(
     run: RunConfig, world_size: int, on_gpu: bool
 ) -> Iterator[tuple[float, EngineConfig]]:
-    """Each combination of changes with its cost; none undoes what the run asks for."""
+    """Yield each combination of changes with its cost; none undoes what the run asks for."""
     engine = run.engine
     kinds = tuple(_COST_OF_CHECKPOINTING)
     may_offload = (False, True) if on_gpu else (False,)

@@ -45,7 +45,7 @@ class Hardware:
         return replace(device, memory=memory)
 
     def describe(self) -> str:
-        """What is assumed of a GPU, in one line."""
+        """Return what is assumed of a GPU, in one line."""
         device = self.device
         return (
             f"{self.nodes} x {self.ranks_per_node} {self.name}: {device.memory / 1e9:,.0f} GB, "
@@ -62,7 +62,7 @@ class Hardware:
         return USABLE * host_memory / self.ranks_per_node
 
     def assumed_mfu(self, given: float | None = None) -> float:
-        """The part of the peak that a run is assumed to use; ConfigError for no such part."""
+        """Return the part of the peak that a run is assumed to use; ConfigError unless valid."""
         if given is None:
             return GPU_MFU if self.on_gpu else CPU_MFU
         if not 0 < given <= 1:

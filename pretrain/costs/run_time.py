@@ -101,7 +101,7 @@ def evaluation_flops(
 
 
 def _evaluations(run: RunConfig) -> list[int]:
-    """How many evaluations each phase has: at every interval, and at the end."""
+    """Return how many evaluations each phase has: at every interval, and at the end."""
     steps, interval = run.optim.steps, run.evaluation.interval
     counts, start = [], 0
     for _, count in spans_of_phases(run, range(steps)):
@@ -113,7 +113,7 @@ def _evaluations(run: RunConfig) -> list[int]:
 
 
 def _evaluated_tokens(run: RunConfig, path: Path) -> int | None:
-    """How many tokens of a split are scored; None if that is all of one that is not here."""
+    """Return how many tokens of a split are scored; None for all of a split that is not here."""
     asked, split = run.evaluation.max_tokens or None, _split_here(path)
     if split is None:
         return asked
@@ -122,7 +122,7 @@ def _evaluated_tokens(run: RunConfig, path: Path) -> int | None:
 
 
 def _split_here(path: Path) -> Path | None:
-    """The split of an evaluation, if it is on this machine."""
+    """Return the split of an evaluation, if it is on this machine."""
     if url_of(path) is not None:  # its shards would be fetched
         return None
     split = evaluated_split(Path(path))

@@ -199,7 +199,7 @@ def check_settings(deepspeed: Any, settings: dict[str, Any]) -> None:
 
 
 def is_unwrapped(run: RunConfig) -> bool:
-    """Whether DeepSpeed runs our optimizer without a wrapper, as it does for stage 0 in fp32.
+    """Return whether DeepSpeed runs our optimizer without a wrapper, as for stage 0 in fp32.
 
     It would then clip gradients without reporting their norm, so the engine does both.
     """

@@ -175,7 +175,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def cpu_has_fp16() -> bool:
-    """Whether torch's CPU library computes in fp16; DeepSpeed asks the same function."""
+    """Return whether torch's CPU library computes in fp16; DeepSpeed asks the same function."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 

@@ -48,16 +48,14 @@ class TorchEngine(ModelEngine):
             self.module = copy.deepcopy(self._master).to(dtype_of(run.engine.number_format))
         self._optimizer = build_optimizer(self._master, run.optim, run.engine.number_format)
         kinds = state_of_parameters(self._optimizer.param_groups)
+        names: dict[Tensor, list[str]] = {}  # each master holds one parameter
         for name, parameter in self._master.named_parameters():
             create_state(self._optimizer.state[parameter], parameter, kinds[name])
-        names = [name for name, _ in self._master.named_parameters()]
-        masters: dict[Tensor, list[str]] = {
-            parameter: [name] for name, parameter in self._master.named_parameters()
-        }
+            names[parameter] = [name]
         self._optimizer.index = FragmentIndex(
-            self.fragments(), masters, is_sharded=False, world=world
+            self.fragments(), names, is_sharded=False, world=world
         )
-        self._meter = self._optimizer.meter = LayerMeter(names)
+        self._meter = self._optimizer.meter = LayerMeter([name for [name] in names.values()])
 
     def forward_backward(
         self, slot: SegmentBatch, memory: Memory | None, step: int

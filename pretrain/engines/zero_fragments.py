@@ -109,7 +109,7 @@ class ZeroFragments:
     def _in_master_of_stages_1_and_2(
         self, master: Tensor, weights: list[Any], state: dict[str, Tensor]
     ) -> Iterator[Fragment]:
-        """Parameters of a group are concatenated, padded and cut into one slice per rank.
+        """Yield fragments of a group that is concatenated, padded and cut into one slice per rank.
 
         So a rank has a suffix of one parameter, some whole ones and a prefix of another. DeepSpeed
         notes on each weight (`_hp_mapping`) which of its elements (`lp_fragment_address`) are where
@@ -127,7 +127,7 @@ class ZeroFragments:
     def _in_master_of_stage_3(
         self, master: Tensor, weights: list[Any], state: dict[str, Tensor]
     ) -> Iterator[Fragment]:
-        """Each parameter is padded and cut into one slice per rank.
+        """Yield the fragments of parameters that are padded and cut into one slice per rank.
 
         A master concatenates a rank's slices of the parameters of a group.
         The last ranks' slices can end in padding, or be all padding. Padding belongs to no

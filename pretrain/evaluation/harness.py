@@ -184,7 +184,7 @@ class TrainedLM(TemplateLM):
 
 
 def _with_progress(items: Sequence[T], words: str) -> Iterable[T]:
-    """The items, with a bar on a terminal."""
+    """Return the items, with a bar on a terminal."""
     console = Console(stderr=True)
     hidden = not console.is_terminal
     return track(items, words, console=console, transient=True, disable=hidden)
@@ -261,7 +261,7 @@ def _manager(include_defaults: bool) -> TaskManager:
 
 @contextlib.contextmanager
 def _functions(are_run: bool) -> Iterator[None]:
-    """Whether lm-eval imports what `!function` names in files that are not its own."""
+    """Let lm-eval import what `!function` names in files that are not its own, or refuse it."""
     load, own = _yaml_loader._import_func_in_yml, Path(_yaml_loader.__file__).parent
 
     def load_trusted(name: str, folder: Path) -> Any:

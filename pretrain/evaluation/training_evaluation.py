@@ -152,7 +152,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(engine: Engine) -> Iterator[TransformerXL]:
-    """The model without dropout in the block; it keeps its mode, and the angles of training."""
+    """Yield the model without dropout; it keeps its mode, and the angles of training."""
     module = cast("TransformerXL", engine.module)
     was_training = module.training
     try:

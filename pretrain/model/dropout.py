@@ -179,7 +179,7 @@ def _signed(word: int) -> int:
 
 
 def _mix(word: int) -> int:
-    """The finalizer of SplitMix64: a bijection; every input bit affects every output bit."""
+    """Apply the finalizer of SplitMix64, a bijection; every input bit affects every output bit."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD
     return word ^ (word >> 31)

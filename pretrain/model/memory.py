@@ -218,7 +218,7 @@ def _vectors(part: LanePart, tensor: Tensor) -> Tensor:
 
 
 def _fits(part: LanePart, tensor: Tensor, num_lanes: int) -> bool:
-    """Whether this can be the part of that many lanes, with any number of rows."""
+    """Return whether this can be the part of that many lanes, with any number of rows."""
     rows = tensor.shape[1] if tensor.dim() > 1 else 0
     is_float = _dtype(part, torch.float32).is_floating_point
     return (

@@ -107,7 +107,7 @@ class Visibility:
 def forbidden_LC(
     num_queries: int, num_keys: int, window: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """True where query i may not see key j: it comes later or, with a window, is too far away.
+    """Return where query i may not see key j, which comes later or, with a window, is too far.
 
     A window hides keys at a distance of `window` or more (`same_length`).
     """

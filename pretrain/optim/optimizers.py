@@ -45,5 +45,5 @@ def clip_gradients(module: nn.Module, optim: OptimConfig) -> Tensor:
 
 
 def must_skip(grad_norm: float, skip_grad_norm: float) -> bool:
-    """Whether this global norm is non-finite, or above the limit `skip_grad_norm` (0: none)."""
+    """Return whether this global norm is non-finite or above `skip_grad_norm` (0: no limit)."""
     return not math.isfinite(grad_norm) or 0.0 < skip_grad_norm < grad_norm

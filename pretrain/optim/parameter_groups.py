@@ -177,7 +177,7 @@ def parameter_role(name: str) -> Role:
 
 
 def decays(role: Role) -> bool:
-    """Whether weight decay acts on such parameters."""
+    """Return whether weight decay acts on such parameters."""
     match role:
         case "matrix" | "projection" | "table":
             return True

@@ -79,7 +79,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_export(directory: Path) -> bool:
-    """Whether the directory contains an exported model."""
+    """Return whether the directory contains an exported model."""
     return (directory / WEIGHTS).is_file() and (directory / CONFIG).is_file()
 
 
@@ -315,7 +315,7 @@ def _refuse_other_shapes(run: RunConfig, export: Path, found: dict[str, list[int
 
 
 def _refuse_other_function(run: RunConfig, export: Path, trained: ModelConfig) -> None:
-    """The same weights under another norm position, activation or positions: another model."""
+    """Raise CheckpointError where norm position, activation or positions make another model."""
     its, ours = trained.function_settings(), run.model.function_settings()
     odd = sorted(name for name in its.keys() | ours.keys() if its.get(name) != ours.get(name))
     if odd:
@@ -357,7 +357,7 @@ class TrainedModel:
         return run_at(self.config, max(0, self.step - 1)).data.segment_length
 
     def corpus_directory(self, named: Path | None = None) -> Path:
-        """Where to read the corpus that the user named, by default the run's.
+        """Return where to read the corpus that the user named, by default the run's.
 
         ConfigError without one for an export, and for another user's run of a corpus at a URL:
         files of others do not choose what is contacted.
@@ -373,7 +373,7 @@ class TrainedModel:
         return data.directory()
 
     def tokenizer_directory(self, named: Path | None = None) -> Path:
-        """Where to read the tokenizer: beside the corpus that the user named, or its own.
+        """Return where to read the tokenizer: next to the corpus that the user named, or its own.
 
         ConfigError as for `corpus_directory`; an export has its own.
         """

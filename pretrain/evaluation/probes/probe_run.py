@@ -46,7 +46,7 @@ class ProbeSettings:
     longest_distance: int  # 0: twice what a token sees directly
 
     def needs_text(self) -> bool:
-        """Whether a probe reads a split; the others only take tokens from it, if there is one."""
+        """Return whether a probe reads a split; the others only take tokens from one."""
         return not {"position", "attention"}.isdisjoint(self.names)
 
 

@@ -23,13 +23,13 @@ DROPOUT_LEVELS = 1 << 16  # probabilities are multiples of 1/65536, as in pretra
 
 
 def interprets_kernels() -> bool:
-    """Whether triton runs kernels in its interpreter, on the CPU (TRITON_INTERPRET=1)."""
+    """Return whether triton runs kernels in its interpreter, on the CPU (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether triton is installed; importing it takes a second."""
+    """Return whether triton is installed; importing it takes a second."""
     return importlib.util.find_spec("triton") is not None
 
 

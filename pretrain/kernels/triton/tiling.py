@@ -121,7 +121,7 @@ def built_in_tiles(head_width: int, capability: tuple[int, int]) -> Tiles:
 
 
 def is_aligned(head_width: int) -> bool:
-    """Whether loads of 16 bytes fit into the rows of a head, so that a table's tiles serve it."""
+    """Return whether loads of 16 bytes fit a head's rows, so that a table's tiles serve it."""
     return head_width % _ALIGNED_WIDTH == 0
 
 

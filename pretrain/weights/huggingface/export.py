@@ -88,7 +88,7 @@ def _config(trained: TrainedModel, end_id: int) -> dict[str, Any]:
 
 
 def _generation_config(end_id: int) -> dict[str, Any]:
-    """As `pretrain generate`: no document is empty, so its end never follows another's."""
+    """Return the settings of `pretrain generate`: ends of documents never follow each other."""
     return {
         "bos_token_id": end_id,
         "eos_token_id": end_id,
