@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +39,7 @@ from pretrain.scaling.fit import (
 )
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.law import amount, as_loss, shown
-from pretrain.scaling.recipe import FAR_SIZE, Family, with_budget
+from pretrain.scaling.recipe import Family, run_of_size
 from pretrain.scaling.report import fit_lines, fit_tree, write_fit_page
 from pretrain.scaling.table import Columns, Points, read_points
 from pretrain.sweeps.cells import cells_directory, cells_of
@@ -162,9 +161,7 @@ def _nearest(base: RunConfig, law: Approach, arguments: argparse.Namespace) -> l
     """Describe, and write where wanted, the legal run nearest to the optimum."""
     flops, at = arguments.flops, math.log(arguments.flops)
     family = Family(base=base, keep_layers=arguments.keep_layers)
-    shaped = family.nearest(law.parameters(at).value, FAR_SIZE)
-    run = with_budget(shaped, flops, rule_of(base, arguments))
-    run = replace(run, name=f"{base.name}-c{flops:.3g}".replace("+", ""))
+    run = run_of_size(family, law.parameters(at).value, flops, rule_of(base, arguments))
     cost, model = run_cost(run), run.model
     lines = [
         f"nearest legal run: {counted(model.num_layers, 'layer')}, d_model {model.d_model}, "

@@ -219,6 +219,12 @@ def with_budget(run: RunConfig, budget: float, rule: Rule, lanes_multiple: int =
     return at_flops(run, budget, cost.flops_per_token * cost.tokens_per_step)
 
 
+def run_of_size(family: Family, parameters: float, budget: float, rule: Rule) -> RunConfig:
+    """Return the family's run nearest to a size, named after its budget."""
+    run = with_budget(family.nearest(parameters, FAR_SIZE), budget, rule)
+    return replace(run, name=f"{family.base.name}-c{budget:.3g}".replace("+", ""))
+
+
 def wanted_lanes(run: RunConfig, budget: float, rule: Rule) -> float:
     """Return the lanes of the rule's batch, not whole; 0 where it keeps the run's."""
     tokens = budget / run_cost(run).flops_per_token
