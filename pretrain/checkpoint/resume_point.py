@@ -141,12 +141,14 @@ class _Look:
                 return self._get(candidate)
             except OtherVersionError:
                 raise  # no damage: nothing older replaces it
-            except UndoneError:
-                self.candidates.remove(candidate)
+            except UndoneError:  # other ranks than 0 have listed nothing
+                self.candidates = [other for other in self.candidates if other != candidate]
             except CheckpointError as error:
                 may_pass = isinstance(error, UnreadableError)
                 refused = replace(candidate, problem=str(error), may_pass=may_pass)
-                self.candidates[self.candidates.index(candidate)] = refused
+                self.candidates = [
+                    refused if other == candidate else other for other in self.candidates
+                ]
 
     def _list(self, failed: Collection[Candidate]) -> None:
         local = self.local.offered(self.before) if self.local else []
