@@ -4,16 +4,13 @@ A command is a module with these two functions:
 
     add_arguments(parser)             defines its flags on an argparse parser
     run(arguments)                    does the work; returns its exit status, or an Answer
-
 Related commands may share a module: the target "package.module:fetch" stands for its functions
 `add_fetch_arguments` and `run_fetch`.
 
 A command with actions (`pretrain scale fit`) is a module that defines `PROGRAM` instead: another
-Program, named "pretrain scale", whose commands are the actions. Programs nest to any depth.
-
-Modules are imported late because importing torch takes seconds and most commands do not need it.
-Positional arguments such as `a.b=value` overrides may stand before, between and after the flags.
-argparse's own subparsers do not support that.
+Program, named "pretrain scale", whose commands are the actions. Modules are imported late because
+importing torch takes seconds. argparse's own subparsers would not take positional arguments, such
+as `a.b=value`, between the flags.
 """
 
 from __future__ import annotations
@@ -42,6 +39,9 @@ from foundation.yaml_files import did_you_mean
 
 _OVERRIDES = "KEY=VALUE"
 _HELP_WIDTH = 80
+_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
+# What a resume may do with a setting, by its name; empty for settings that no run has.
+ResumeRule = Callable[[str], str]
 _WIDEST = 100  # columns of settings, so that lines stay readable
 
 
@@ -116,17 +116,17 @@ class Program:
         parser, run = command
         parser.refuse_unknown_flags(rest)
         parsed = parser.parse_intermixed_args(rest)
-        found = run(parsed)
-        if isinstance(found, Answer):
-            print(json_text(found.values) if parsed.json else found.text)
-            return found.status
-        return found
+        answer = run(parsed)
+        if isinstance(answer, Answer):
+            print(json_text(answer.values) if parsed.json else answer.text)
+            return answer.status
+        return answer
 
     def candidates(self, words: Sequence[str]) -> list[str]:
         """Return what the last of the words after the program's name may become; [] for files."""
         name, *rest = words or [""]
         if not rest:
-            return [each for each in self.commands if each.startswith(name)]
+            return [command for command in self.commands if command.startswith(name)]
         command = self._command(name) if name in self.commands else None
         if isinstance(command, Program):
             return command.candidates(rest)
@@ -163,7 +163,7 @@ class _Parser(argparse.ArgumentParser):
         for word in itertools.takewhile(lambda word: word != "--", arguments):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
-                # without their dashes, by which all flags are alike
+                # without their dashes, which all flags share
                 flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
                 del flags["h"], flags["help"]
                 begun = [flag for flag in flags if flag.startswith(name.lstrip("-"))]
@@ -175,10 +175,10 @@ class _Parser(argparse.ArgumentParser):
         """Return the choices of the latest flag, or flags, that the last word may become."""
         latest = next((word for word in reversed(words[:-1]) if word.startswith("-")), "")
         action = self._option_string_actions.get(latest)
-        found: Iterable[Any] = (action and action.choices) or ()
+        choices: Iterable[Any] = (action and action.choices) or ()
         if words[-1].startswith("-"):
-            found = self._option_string_actions
-        return [text for text in map(str, found) if text.startswith(words[-1])]
+            choices = self._option_string_actions
+        return [text for text in map(str, choices) if text.startswith(words[-1])]
 
     def error(self, message: str) -> NoReturn:
         message = message.replace(f", {_OVERRIDES}", "")  # argparse takes them for required
@@ -213,12 +213,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
-    """Raise ConfigError for the first of these flags with a value below `least`; None is none."""
+    """Raise ConfigError for the first of these flags with a value below `least`, unless None."""
     for name in names:
         value = getattr(arguments, name)
-        for each in value if isinstance(value, list) else [value]:
-            if each is not None and not each >= least:
-                raise ConfigError(f"--{name.replace('_', '-')}={each} must be {least} or more")
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not number >= least:
+                raise ConfigError(f"--{name.replace('_', '-')}={number} must be {least} or more")
 
 
 def check_output_file(option: str, path: Path | None, example: str) -> None:
@@ -247,11 +247,6 @@ def _check_parents(option: str, path: Path) -> None:
         )
 
 
-_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
-# What a resume may do with a setting, by its name; empty for settings that no run has.
-ResumeRule = Callable[[str], str]
-
-
 def no_resume(name: str) -> str:
     return ""
 
@@ -260,21 +255,21 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
     """Return the settings that are called `prefix`, with those in them, or else those that have it
     in their name or among their values, or else in their meaning.
 
-    ConfigError, with a close name, if there are none.
+    ConfigError, with a close name, if no setting matches.
     """
     known = list(settings_of(schema))
     meant = (
-        [each.name for each in known if prefix in (each.name, each.leaf)]
-        or [each.name for each in known if prefix in each.name or prefix in _choices(each.hint)]
-        or [each.name for each in known if prefix.lower() in each.meaning.lower()]
+        [one.name for one in known if prefix in (one.name, one.leaf)]
+        or [one.name for one in known if prefix in one.name or prefix in _choices(one.hint)]
+        or [one.name for one in known if prefix.lower() in one.meaning.lower()]
     )
     if not meant:
         *sections, name = prefix.split(".")
-        owners = [each.section for each in known if each.name == ".".join(sections)]
+        owners = [one.section for one in known if one.name == ".".join(sections)]
         hint = suggestion((*owners, schema)[0] or schema, schema, sections, name)
         raise ConfigError(f"{prefix}: unknown setting{hint}")
     inside = tuple(f"{name}{mark}" for name in meant for mark in (".", "["))
-    return [each for each in known if each.name in meant or each.name.startswith(inside)]
+    return [one for one in known if one.name in meant or one.name.startswith(inside)]
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -313,7 +308,7 @@ def kind_of(setting: Setting) -> str:
 
 
 def default_of(setting: Setting) -> str:
-    """Return the default as a file would set it; `required` where there is none."""
+    """Return the default as a file would set it; `required` without one."""
     return "required" if setting.default is MISSING else value_text(setting.default)
 
 
@@ -334,8 +329,8 @@ def value_text(value: Any) -> str:
 def _type_of(hint: Any) -> str:
     items, origin = get_args(hint), get_origin(hint)
     if origin is Literal:
-        shown = ['""' if each == "" else str(each) for each in items]
-        return f"{', '.join(shown[:-1])} or {shown[-1]}"
+        *others, last = ['""' if item == "" else str(item) for item in items]
+        return f"{', '.join(others)} or {last}"
     if origin is tuple:
         has_plural = items[0] is not bool and get_origin(items[0]) is not Literal
         return f"list of {_type_of(items[0])}{'s' if has_plural else ''}"

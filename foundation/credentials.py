@@ -3,7 +3,7 @@ a URL that has them.
 
     https://reader:env:STORE_PASSWORD@host/corpus    the variable STORE_PASSWORD has `PASSWORD@host`
 
-The variable names the host, too: settings of others, such as those of their runs, could otherwise
+The variable names the host, too: settings of other users, such as their runs', could otherwise
 send any secret of the environment to a host of theirs.
 
 Errors and logs go through `redacted`, so that no module has to think of it.
@@ -42,7 +42,7 @@ _IMAGES = ("docker", "dockerd", "podman")
 
 
 def referenced_variable(value: str) -> str | None:
-    """`NAME` of env:NAME; None for any other value."""
+    """Return `NAME` of env:NAME; None for any other value."""
     return value.removeprefix(_REFERENCE) if value.startswith(_REFERENCE) else None
 
 
@@ -52,7 +52,7 @@ def is_variable_name(name: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """The text, with `***` for users, passwords, queries and fragments of the URLs in it.
+    """Return the text, with `***` for users, passwords, queries and fragments of the URLs in it.
 
     References stay: they are no secret. It takes time in proportion to the text, which may be
     anything.
@@ -78,9 +78,9 @@ def _without_users(word: str) -> str:
 
 
 def _users_in(word: str) -> list[re.Match[str]]:
-    """What URLs in the word have before `@`, but for parts of an image's name."""
-    found = _USER.finditer(word, 0, word.rfind("@") + 1)
-    return [match for match in found if not _is_of_image(match)]
+    """Return what URLs in the word have before `@`, but for parts of an image's name."""
+    matches = _USER.finditer(word, 0, word.rfind("@") + 1)
+    return [match for match in matches if not _is_of_image(match)]
 
 
 def _is_of_image(match: re.Match[str]) -> bool:
@@ -114,7 +114,7 @@ def problem_of(text: str) -> str | None:
     """Return why a URL in it may not be in settings or on a command line; None if all may be."""
     words = [word for word in text.split() if ":/" in word]
     users = [match for word in words for match in _users_in(word)]
-    if not all(each[1].startswith("http") and _is_reference(each[2]) for each in users):
+    if not all(user[1].startswith("http") and _is_reference(user[2]) for user in users):
         return (
             f"found a user or password in {_shown(text)}, which files and logs would show; "
             "name a variable that has PASSWORD@HOST: https://USER:env:NAME@HOST/... "
@@ -130,8 +130,8 @@ def problem_of(text: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    found = redacted(text)
-    return found if len(found) <= _LONGEST_SHOWN else f"{found[:_LONGEST_SHOWN]}..."
+    text = redacted(text)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def user_and_password(url: str, variables: Mapping[str, str] = os.environ) -> tuple[str, str, str]:

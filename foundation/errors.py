@@ -67,7 +67,7 @@ def named_setting(name: str) -> Iterator[None]:
 
 
 def own_status(error: Exception) -> int:
-    """The exit status that a kind of error has."""
+    """Return the exit status that a kind of error has."""
     return error.exit_status if isinstance(error, UserError) else EXIT_USER_ERROR
 
 
@@ -83,7 +83,7 @@ def is_of_site(error: BaseException) -> bool:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for control characters other than line breaks: terminals obey them."""
+    """Return the text with escapes for control characters except line ends."""
     return "".join(
         character
         if character in "\n\t" or unicodedata.category(character)[0] != "C"
@@ -117,12 +117,12 @@ def shown(value: object) -> str:
 
 
 def shown_id(name: str) -> str:
-    """The id of a document, which may hold anything, in one line; quoted if it is not plain."""
+    """Return the id of a document in one line; quoted if it is not plain."""
     return name if name.isprintable() else json.dumps(name)
 
 
 def short(text: str) -> str:
-    """The text with the middle of its very long words left out, such as paths that are no paths."""
+    """Return the text without the middle of very long words, such as a text taken for a path."""
     return _LONG_WORD.sub(r"\1[...]\2", text)
 
 
@@ -211,7 +211,7 @@ def _report(error: OSError) -> str:
 
 
 def _path_of(error: OSError) -> str:
-    """The file that an error is about, or the folder that keeps it from being read; '' if unknown.
+    """Return the file of an error, or the folder that keeps it from being read; '' if unknown.
 
     A descriptor is no name.
     """
@@ -230,7 +230,7 @@ def _is_out_of_inodes(error: OSError) -> bool:
         return False
     for folder in Path(name).absolute().parents:
         with contextlib.suppress(OSError):  # a folder that could not be made
-            found = os.statvfs(folder)
+            system = os.statvfs(folder)
             # Without inodes of a fixed number (Btrfs) all counts are 0.
-            return bool(found.f_files and not found.f_favail and found.f_bavail)
+            return bool(system.f_files and not system.f_favail and system.f_bavail)
     return False

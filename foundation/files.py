@@ -29,7 +29,7 @@ HASH_BLOCK_BYTES = 1 << 20
 LARGEST_READ_BYTES = 1 << 30  # of binary data that is read at once
 GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins what stands for a file
 SMALL_FILE_BYTES = 1 << 20  # of a text or of JSON, unless its reader names another limit
-LARGEST_LIST_BYTES = 1 << 26  # of a list, such as that of 100,000 shards of MDS: 30 MB
+LARGEST_LIST_BYTES = 1 << 26  # of a list; 100,000 shards of MDS take 30 MB
 LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to
 TAIL_BYTES = 1 << 16  # of a log, read from its end
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -38,7 +38,7 @@ _NUM_THREADS = 32  # of `read_together`
 _FEW = 4  # files are not worth a thread
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # of `atomic_write`
-_TAIL_BYTES = 1 << 16  # in which a half line is looked for
+_TAIL_BYTES = 1 << 16  # searched for a half line
 
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def named_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Name `path` in the block's OSErrors that name no file, such as those of a full disk.
+    """Name `path` in the block's OSErrors that name no file, such as a full disk's.
 
     Also in those about a file whose path begins as `temporary`: users do not know such names.
     """
@@ -71,7 +71,7 @@ def atomic_write(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[B
         temporary.unlink()  # of a killed process with the same number
 
     def opener(name: str, flags: int) -> int:
-        # A new file: not one that somebody else has put there, nor what a link leads to.
+        # A new file: not one that another user has put there, nor the target of a link.
         return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode)
 
     try:
@@ -91,7 +91,7 @@ def atomic_write(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[B
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes had begun to write in a folder, in which no other writes now."""
+    """Remove what killed processes had begun to write in a folder; no other may write there now."""
     for path in folder.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if _TEMPORARY.fullmatch(path.name):
@@ -105,7 +105,7 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file for somebody to edit; ConfigError if there is one already."""
+    """Write a file for the user to edit; ConfigError if there is one already."""
     refuse_overwrite(path)
     make_directory(path.parent)
     write_text(path, text)
@@ -123,7 +123,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def await_text(path: Path, seconds: float) -> str:
-    """The text of a file that another process writes whole; TimeoutError if it does not come.
+    """Return the text of a file that another process writes; TimeoutError if it does not come.
 
     The name is looked up only once its directory lists it: a network file system answers for a
     minute from its cache that a name does not exist. The pauses grow, since many may wait in one
@@ -173,7 +173,7 @@ def append_whole(path: Path, content: bytes, sync: bool = False) -> None:
             _append_to(descriptor, content, sync)
         finally:
             os.close(descriptor)
-    if sync:  # each time: whoever created it may have been killed before this
+    if sync:  # each time: its creator may have been killed before this
         fsync_directory(path.parent)
 
 
@@ -194,7 +194,7 @@ def _cut_half_line(descriptor: int) -> bool:
 
 
 def _end_of_lines(descriptor: int) -> int:
-    """The size of a file of text without a last line that has no end, or that has zeros in it.
+    """Return the size of a text without a last line that has no end, or has zeros in it.
 
     A block that was never written is read as zeros.
     """
@@ -252,13 +252,16 @@ def sync_tree(root: Path) -> None:
 def make_directory(path: Path, mode: int = 0o777) -> Path:
     """Create a directory and its parents unless they exist; a power failure does not undo it.
 
-    `mode` is that of the last one, less the user's umask.
+    `mode` is the last one's, less the user's umask.
     """
-    missing = [each for each in path.parents if not each.exists()]
+    missing = [parent for parent in path.parents if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True, mode=mode)
-    for each in (path, *missing):  # also if it exists: its maker may have been killed before this
-        with contextlib.suppress(PermissionError):  # a parent of which nothing can be listed
-            fsync_directory(each.parent)
+    for directory in (
+        path,
+        *missing,
+    ):  # also if it exists: its maker may have been killed before this
+        with contextlib.suppress(PermissionError):  # a parent that cannot be listed
+            fsync_directory(directory.parent)
     return path
 
 
@@ -348,7 +351,7 @@ def open_regular(path: Path) -> BinaryIO:
         # O_NONBLOCK: opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # nobody listens
+        if error.errno == errno.ENXIO:  # no process listens
             raise ValueError("it is a socket") from None
         raise
     mode = os.fstat(descriptor).st_mode
@@ -364,7 +367,7 @@ def read_json(path: Path, limit: int = SMALL_FILE_BYTES) -> Any:
     """Return the value in a JSON file that others may have written.
 
     ValueError, with the reason, if it is anything else or has more bytes than `limit`: in memory it
-    may take 30 times as many.
+    may take 30 times the space.
     """
     return parse_json(read_regular(path, limit))
 
@@ -375,7 +378,7 @@ def read_value(kind: Any, path: Path, limit: int = SMALL_FILE_BYTES, **options: 
 
 
 def lines_of(path: Path, longest: int = LARGEST_LINE_BYTES, start: int = 0) -> Iterator[bytes]:
-    """The lines, with their ends, of a file that others may have written; none without it.
+    """Yield the lines, with their ends, of a file that others may have written; none without it.
 
     One after the other, from the byte `start` on. The rest of a line after `longest` bytes is left
     out. DataError if it is not a regular file.
@@ -398,7 +401,7 @@ def open_appended(path: Path) -> BinaryIO:
 
 
 def _skip_hole(file: BinaryIO) -> None:
-    """Go on where a file has data again: a hole of terabytes costs its author nothing."""
+    """Continue where a file has data again: a hole of terabytes costs its author nothing."""
     try:
         file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
     except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 EXIT_INTERRUPTED = 130
-ONE_PRESS_SECONDS = 0.5  # in which two SIGINTs are one Ctrl-C, sent to a group and passed on again
+ONE_PRESS_SECONDS = 0.5  # two SIGINTs within it are one Ctrl-C, sent to a group and passed on
 
 
 class ExitWhenInterrupted:

@@ -110,15 +110,15 @@ def _flock(file: IO, operation: int) -> bool:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # also a FIFO, which nobody writes
+    return os.open(path, flags | os.O_NONBLOCK)  # also a FIFO without a writer
 
 
 def _open_private(path: str, flags: int) -> int:
-    # 0600: whoever can open a lock file can hold the lock. Also one that was copied with its modes.
+    # 0600: who can open a lock file can hold it. Also one that was copied with its modes.
     descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DataError(f"{path} is not a regular file, expected a lock; remove it")
-    with contextlib.suppress(PermissionError):  # another user's: whoever shares this directory
+    with contextlib.suppress(PermissionError):  # another user's: who shares this directory
         os.fchmod(descriptor, 0o600)
     return descriptor

@@ -1,4 +1,4 @@
-"""Whose a file or directory is: what this user executes or obeys must not be another's."""
+"""Owners of files and directories: what this user executes or trusts must be their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROOT = 0
 
 
 def private_directory(path: Path) -> Path:
-    """Create a directory that only this user can use, or check that an existing one is no trap.
+    """Create a directory that only this user can use, or check that an existing one is safe.
 
     DataError if it is a link, belongs to another user, or others may write into it, or rename it
     from above: they could replace what this process has checked.
@@ -34,7 +34,7 @@ def check_private(path: Path) -> None:
 def refuse_foreign(path: Path, with_contents: bool = True) -> None:
     """Raise DataError unless only this user and root can have written `path` and all below it.
 
-    For what is executed or obeyed. A path that does not exist is nobody's.
+    For what is executed or trusted. A path that does not exist is accepted.
     """
     try:
         status = _checked(path, (_ROOT, os.geteuid()), f"chmod -R go-w {path}")
@@ -52,12 +52,12 @@ def _checked(path: Path, owners: tuple[int, ...], way_out: str) -> os.stat_resul
     if status.st_uid not in owners:
         raise DataError(
             f"{path} belongs to the user with number {status.st_uid}, expected {os.geteuid()}, "
-            "because what it says is obeyed; leave it to its owner, and choose another path"
+            "because its contents are trusted; leave it to its owner, and choose another path"
         )
     if status.st_mode & _OTHERS_WRITE:
         raise DataError(
-            f"{path} can be written by other users (mode {status.st_mode & 0o777:o}), and what it "
-            f"says is obeyed; make sure that it is unchanged, then `{way_out}`"
+            f"{path} can be written by other users (mode {status.st_mode & 0o777:o}), and its "
+            f"contents are trusted; make sure that it is unchanged, then `{way_out}`"
         )
     return status
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 INTERVAL_SECONDS = 2.0
-# Largest first: a unit, its seconds, and the seconds from which it is used.
+# Largest first: a unit, its seconds, and the least seconds shown in it.
 DURATION_UNITS = (("days", 86400, 172_800), ("h", 3600, 6000), ("min", 60, 100))
 
 
@@ -19,7 +19,7 @@ class Note:
     text: str
 
 
-# Receives the progress of a command; each value but a Note replaces the one before.
+# Receives the progress of a command; each value but a Note replaces the previous one.
 Report = Callable[[object], None]
 
 
@@ -70,6 +70,6 @@ class StatusLine:
         if self._is_terminal and self._width:
             print(file=sys.stderr)
             self._width = 0
-        elif self._waiting:  # the last counts are those of the whole build
+        elif self._waiting:  # the last counts are the whole build's
             print(self._waiting, file=sys.stderr, flush=True)
             self._waiting = ""

@@ -39,7 +39,7 @@ COMMAND_LINE = "command line"
 MOST_PROBLEMS = 20  # in one message
 MOST_SUGGESTED = 3
 _LONGEST_NAME = 60  # characters of an unknown setting's name in a message
-LONGEST_SHOWN = 200  # characters of a value in a message, whoever wrote the message
+LONGEST_SHOWN = 200  # characters of a value in any message
 RANGE, UNIT = "range", "unit"
 MOST = 10**12  # of steps, tokens or bytes: more than any run has, and exact in float64
 MOST_THREADS = 4096
@@ -273,7 +273,7 @@ def load_config(
 ) -> T:
     """Return `path`, what it extends, and `a.b=value` overrides as a `schema` instance.
 
-    ConfigError lists the invalid settings: those of the file, and those that `overridden_by` made.
+    ConfigError lists the invalid settings, apart from the ones that `overridden_by` made.
     """
     tree = read_tree(Path(path))
     for override in overrides:
@@ -398,8 +398,8 @@ def _describe(root: Any, problem: Problem) -> str | None:
     else:
         expected = "a section" if problem.code == "dict_type" else problem.expected
     is_absent = problem.value is None or problem.code == "missing"
-    found = "no value" if is_absent else shown(problem.value)
-    return f"{name or 'settings'}: found {found}, expected {expected}"
+    value = "no value" if is_absent else shown(problem.value)
+    return f"{name or 'settings'}: found {value}, expected {expected}"
 
 
 def _texts_in(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:

@@ -27,11 +27,11 @@ def parse_size(text: str, unit: str) -> int | float | None:
     k or K, M, B or G, and T are powers of 1,000; Ki, Mi, Gi and Ti of 1,024. Where the unit is
     bytes, B stands for them: `2GB`, `2GiB`.
     """
-    found = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(text.strip())
     factors = _OF_BYTES if unit == BYTES else _OF_COUNTS
-    if not found or found[2] not in factors or len(found[1]) > _LONGEST:
+    if not match or match[2] not in factors or len(match[1]) > _LONGEST:
         return None
-    value = Fraction(found[1].replace("_", "")) * factors[found[2]]
+    value = Fraction(match[1].replace("_", "")) * factors[match[2]]
     return int(value) if value.denominator == 1 else float(value)
 
 

@@ -26,11 +26,11 @@ def check_table_path(path: Path) -> None:
     """Raise ConfigError for the name of a YAML or JSON file, such as an experiment's."""
     if path.suffix in (*YAML_SUFFIXES, ".json"):
         kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"{path} has the name of a {kind} file, expected that of a table, x.csv")
+        raise ConfigError(f"{path} has the name of a {kind} file, expected a table's, x.csv")
 
 
 def read_csv(text: str, separator: str = ",") -> list[dict[str | None, Any]]:
-    """Return a row per line; csv.Error if it is none.
+    """Return a row per line; csv.Error for another text.
 
     The cells that the header does not name are under None.
     """

@@ -121,7 +121,7 @@ class InvalidValue(ValueError):
 
 
 def from_json(kind: Any, content: bytes | str, **options: bool) -> Any:
-    """Return the value of the type in a JSON text, as `from_tree`; ValueError if it is none."""
+    """Return the value of the type in a JSON text, as `from_tree`; ValueError for another."""
     return from_tree(kind, parse_json(content), **options)
 
 
@@ -192,7 +192,7 @@ def to_tree(value: Any) -> Any:
 def json_text(value: Any, **options: Any) -> str:
     """Return the value as JSON, which has no NaN and inf: they are null.
 
-    Everything that is written as JSON is made here. `options` are those of `json.dumps`.
+    Everything that is written as JSON is made here. `options` are for `json.dumps`.
     """
     try:
         return json.dumps(value, allow_nan=False, **options)
@@ -210,9 +210,9 @@ def with_nulls(tree: Any) -> Any:
 
 
 def parse_json(content: bytes | str, **options: Any) -> Any:
-    """Return the value of a JSON text; ValueError if it is none, or is nested too deeply.
+    """Return the value of a JSON text; ValueError for another text, or nested too deeply.
 
-    `options` are those of `json.loads`.
+    `options` are for `json.loads`.
     """
     try:
         return json.loads(content, **options)

@@ -117,7 +117,7 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
 
 
 def _parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
-    """The settings in the text, which no error shows of a file that somebody else's may extend."""
+    """Return the settings in the text; no error shows the text of a file that another extends."""
     import yaml
 
     try:
@@ -129,13 +129,13 @@ def _parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
     if tree is None:
         raise ConfigError(f"{path} is empty, expected settings as 'name: value' lines; fill it")
     if not isinstance(tree, dict):
-        found = "no settings" if is_extended else shown(tree)
-        raise ConfigError(f"{path} holds {found}, expected settings as 'name: value' lines")
+        text = "no settings" if is_extended else shown(tree)
+        raise ConfigError(f"{path} holds {text}, expected settings as 'name: value' lines")
     return tree
 
 
 def _problem_of(error: Exception) -> str:
-    """The reason in one line: that of a forbidden character has its position in a second one."""
+    """Return the reason, without a second line with its position."""
     return getattr(error, "problem", None) or str(error).partition("\n")[0]
 
 

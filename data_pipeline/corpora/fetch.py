@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar, get_args
+from typing import TypeVar
 
-from data_pipeline.config import TokenizerKind
 from data_pipeline.corpora.manifest import (
     LARGEST_MANIFEST_BYTES,
     MANIFEST_NAME,
@@ -24,7 +23,14 @@ from data_pipeline.corpora.manifest import (
 )
 from data_pipeline.corpora.stores import Store, with_timeout
 from data_pipeline.corpora.web_requests import RetryPolicy, StoreError
-from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, TRAITS, Tokenizer, fingerprint_of
+from data_pipeline.tokenizer import (
+    DESCRIPTION_NAME,
+    MODEL_NAME,
+    TRAITS,
+    Description,
+    Tokenizer,
+    fingerprint_of,
+)
 from data_pipeline.vocabularies.vocabulary import LARGEST_MODEL_BYTES
 from foundation.errors import DataError
 from foundation.files import (
@@ -33,8 +39,8 @@ from foundation.files import (
     make_directory,
     move,
     named_errors,
-    read_json,
     read_regular,
+    read_value,
 )
 from foundation.paths import path_below
 
@@ -143,8 +149,8 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
         description, model = scratch / DESCRIPTION_NAME, scratch / MODEL_NAME
         check = partial(_description_problem, fingerprint=fingerprint)
         fetch_file(store, DESCRIPTION_NAME, description, scratch, check, SMALL_FILE_BYTES)
-        tree = read_json(description)
-        kind, options = tree["kind"], tree.get("options")
+        described = read_value(Description, description, is_open=True)
+        kind, options = described.kind, described.options
         if TRAITS[kind].has_model:
             fetch_file(store, MODEL_NAME, model, scratch, check_model, LARGEST_MODEL_BYTES)
             move(model, directory / MODEL_NAME)
@@ -153,15 +159,12 @@ def fetch_tokenizer(store: Store, directory: Path, fingerprint: str) -> None:
 
 def _description_problem(path: Path, fingerprint: str) -> str | None:
     try:
-        tree = read_json(path)
-        stated, kind = (tree[name] for name in ("fingerprint", "kind"))
-    except (ValueError, KeyError, TypeError):
-        return "what arrived does not describe a tokenizer"
-    if kind not in get_args(TokenizerKind):
-        return f"the tokenizer there is of the kind {kind!r}, which this version does not know"
+        stated = read_value(Description, path, is_open=True).fingerprint
+    except ValueError as error:
+        return f"what arrived describes no tokenizer that this version knows ({error})"
     if stated != fingerprint:
         return (
-            f"the tokenizer there has fingerprint {str(stated)[:16]}, "
+            f"the tokenizer there has fingerprint {stated[:16]}, "
             f"the corpus was built with {fingerprint[:16]}"
         )
     return None

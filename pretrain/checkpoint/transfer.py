@@ -23,7 +23,7 @@ from typing import Any, cast
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from foundation.errors import UserError, os_error_text, remedy_of
-from foundation.typed_values import json_text
+from foundation.typed_values import from_json, json_text
 from pretrain.engines.engine import is_out_of_memory
 from pretrain.errors import CheckpointError
 
@@ -99,7 +99,7 @@ class RankReports:
         while self._store.add("count", 0) < self.num_ranks:
             while_waiting()
             if self._store.check([FAILURE]):
-                raise RankFailed(SaveProblem(**json.loads(self._store.get(FAILURE))))
+                raise RankFailed(from_json(SaveProblem, self._store.get(FAILURE)))
             time.sleep(REPORTS_POLL_SECONDS)
         return decoded(self._store.multi_get([str(rank) for rank in range(self.num_ranks)]))
 

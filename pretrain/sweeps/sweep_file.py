@@ -82,13 +82,10 @@ def read_sweep(path: Path) -> Sweep:
             f"{path}: expected a grid, such as 'grid: {{optim.learning_rate: [3e-4, 1e-3]}}', or a "
             "list '- {name: ..., experiment: FILE, overrides: [...]}' under cells"
         )
-    # Cell by cell, because names inside a list are not checked otherwise.
-    parsed = []
     for index, cell in enumerate(cells):
         if isinstance(cell, dict):
-            check_overrides(f"{path}: cells[{index}]: overrides", cell.get("overrides", []))
-        parsed.append(to_tree(parse_config(Cell, cell, f"{path}: cells[{index}]")))
-    return parse_config(Sweep, {**tree, "cells": parsed}, str(path))
+            check_overrides(f"{path}: cells.{index}.overrides", cell.get("overrides", []))
+    return parse_config(Sweep, tree, str(path))
 
 
 def sweep_path(wanted: Path | None, name: str) -> Path:
