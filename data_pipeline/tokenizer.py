@@ -134,6 +134,7 @@ class Tokenizer:
             raise DataError(str(error)) from None
         self.vocab_size, self.end_id = self.vocabulary.vocab_size, self.vocabulary.end_id
         self.end_text = self.vocabulary.end_text
+        self._text_sizes: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def dtype(self) -> str:
@@ -199,11 +200,13 @@ class Tokenizer:
         A character that is encoded as bytes counts at its first byte. Ends of documents count 0,
         unless they stand for text.
         """
-        sizes = np.zeros((2, self.vocab_size), np.int64)
-        for token, piece in enumerate(self.vocabulary.token_texts()):
-            if token != self.end_id or self.end_text:
-                sizes[:, token] = len(piece), sum(byte & 0xC0 != 0x80 for byte in piece)
-        return sizes[0], sizes[1]
+        if self._text_sizes is None:
+            sizes = np.zeros((2, self.vocab_size), np.int64)
+            for token, piece in enumerate(self.vocabulary.token_texts()):
+                if token != self.end_id or self.end_text:
+                    sizes[:, token] = len(piece), sum(byte & 0xC0 != 0x80 for byte in piece)
+            self._text_sizes = sizes[0], sizes[1]
+        return self._text_sizes
 
     def save(self, directory: Path) -> None:
         """Write the model, then the description that marks the directory as a tokenizer."""

@@ -31,12 +31,12 @@ from data_pipeline.builder.sorted_runs import SortedRuns
 from data_pipeline.builder.sources import SourceFile, check_apart, check_unchanged, list_sources
 from data_pipeline.builder.split_writer import (
     CorpusShards,
-    DocumentEncoder,
     Progress,
     ShardFiles,
     Sources,
     SplitWriter,
     check_sources,
+    encoded_document,
     is_validation,
     splits_of_build,
 )
@@ -179,7 +179,6 @@ def _write_splits(
     if config.shuffles:
         kinds = {split: SortedRuns(config, keeps_order=split != "train") for split in splits}
     writers = {split: SplitWriter(split, kinds[split], tokenizer, journal) for split in splits}
-    encode = DocumentEncoder(tokenizer)
     progress = Progress(report, sum(source.size for _, source in sources))
     rejects_path = journal.directory / REJECTS_NAME
     with named_errors(rejects_path), open(rejects_path, "wb") as rejects_file:
@@ -194,7 +193,7 @@ def _write_splits(
                 rejects.add(ids)
                 writers[job.split].reject(ids)
                 continue
-            writers[job.split].add(encode(job.document, ids))
+            writers[job.split].add(encoded_document(job.document, ids, tokenizer))
             progress.add(len(job.document.text), len(ids) + 1)
     progress.show()
     for writer in writers.values():

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,28 +107,19 @@ class EncodedDocument:
     location: str = ""  # in the input: file, or file:record
 
 
-class DocumentEncoder:
-    """Makes an EncodedDocument of a document and the ids of its tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, document: Document, ids: np.ndarray) -> EncodedDocument:
-        tokens, text = ids, document.text
-        if not document.continues:
-            text += self._tokenizer.end_text
-        if not document.continues or self._tokenizer.leaves_out_end_of(text):
-            tokens = np.append(ids, np.array(self._tokenizer.end_id, ids.dtype))
-        if document.tokens is None:
-            text_bytes, characters = len(text.encode()), len(text)
-        else:
-            bytes_V, characters_V = self._text_sizes
-            text_bytes, characters = int(bytes_V[tokens].sum()), int(characters_V[tokens].sum())
-        return EncodedDocument(document.id, tokens, text_bytes, characters, document.source)
-
-    @cached_property
-    def _text_sizes(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._tokenizer.text_sizes()
+def encoded_document(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> EncodedDocument:
+    """Return what is stored of a document whose text, or tokens, have these ids."""
+    tokens, text = ids, document.text
+    if not document.continues:
+        text += tokenizer.end_text
+    if not document.continues or tokenizer.leaves_out_end_of(text):
+        tokens = np.append(ids, np.array(tokenizer.end_id, ids.dtype))
+    if document.tokens is None:
+        text_bytes, characters = len(text.encode()), len(text)
+    else:
+        bytes_V, characters_V = tokenizer.text_sizes()
+        text_bytes, characters = int(bytes_V[tokens].sum()), int(characters_V[tokens].sum())
+    return EncodedDocument(document.id, tokens, text_bytes, characters, document.source)
 
 
 class ShardFiles(Protocol):

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from data_pipeline.commands.verify import CORPUS_HELP
 from data_pipeline.config import MOST_ROWS, CacheConfig
 from data_pipeline.corpora.corpus import Corpus, split_directory
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
-from data_pipeline.lanes.lane_plan import DocumentSpans, check_lanes, check_range
+from data_pipeline.lanes.lane_plan import check_lanes, check_range
 from data_pipeline.lanes.mixture import Mixture, exact_repeats, plan_of, repeats_of_weights
 from foundation.cli import check_least
 from foundation.errors import ConfigError, shown_id
@@ -58,19 +60,11 @@ def audit_steps(
     for step in steps:
         for walk in walks:
             for spans in walk.take(segment_length):
-                yield from _read_spans(corpus, step, walk.lane, spans)
-
-
-def _read_spans(
-    corpus: Corpus | Mixture, step: int, lane: int, spans: DocumentSpans
-) -> Iterator[ReadSpan]:
-    shard = corpus.manifest.shards[spans.unit].path
-    reader = corpus.shard(spans.unit)
-    for index, offset, count in zip(
-        spans.documents.tolist(), spans.offsets.tolist(), spans.lengths.tolist(), strict=True
-    ):
-        name = reader.document_id(index)
-        yield ReadSpan(step, lane, shard, index, name, offset, count, spans.epoch)
+                shard, reader = corpus.manifest.shards[spans.unit].path, corpus.shard(spans.unit)
+                columns = (spans.documents, spans.offsets, spans.lengths)
+                for index, offset, count in np.stack(columns, 1).tolist():
+                    name = reader.document_id(index)
+                    yield ReadSpan(step, walk.lane, shard, index, name, offset, count, spans.epoch)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

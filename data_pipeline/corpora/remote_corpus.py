@@ -27,7 +27,6 @@ from data_pipeline.corpora.manifest import (
     REMOTE_NAME,
     SPLITS,
     TOKENIZER_DIRECTORY,
-    Manifest,
     ShardInfo,
     read_manifest,
 )
@@ -97,7 +96,10 @@ def _compare(url: str, directory: Path, policy: RetryPolicy, before: _Copied) ->
         # Before the file: if it changes in between, the next call fetches it.
         versions[split] = store.version(MANIFEST_NAME)
         try:
-            manifest = _unchanged(directory / split, versions[split], before.versions.get(split))
+            manifest = None
+            if versions[split] and versions[split] == before.versions.get(split):
+                with contextlib.suppress(DataError):  # the copy is damaged
+                    manifest = read_manifest(directory / split)
             manifest = manifest or fetch_manifest(store, directory / split)
         except NotFetchedError as error:
             if not error.is_absent or split == SPLITS[0]:
@@ -109,14 +111,6 @@ def _compare(url: str, directory: Path, policy: RetryPolicy, before: _Copied) ->
             tokenizers = store_at(f"{url}/{TOKENIZER_DIRECTORY}", policy)
             fetch_tokenizer(tokenizers, directory / TOKENIZER_DIRECTORY, manifest.tokenizer)
     return _Copied(compared_ns, versions)
-
-
-def _unchanged(split: Path, version: str, before: str | None) -> Manifest | None:
-    """Return the copied manifest if it is valid and of the version that the store has."""
-    if version and version == before:
-        with contextlib.suppress(DataError):
-            return read_manifest(split)
-    return None
 
 
 def cached_shards(split: Path, config: CacheConfig) -> CachedShards | None:
