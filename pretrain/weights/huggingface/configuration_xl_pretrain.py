@@ -46,9 +46,9 @@ class XLPretrainConfig(PretrainedConfig):
         self.segment_length = segment_length
         self.trained_keys = tuple(trained_keys)
         self.document_end_id = document_end_id
-        for field in fields(ModelConfig):
-            value = settings.pop(field.name, field.default)
-            setattr(self, field.name, tuple(value) if isinstance(value, list) else value)
+        for entry in fields(ModelConfig):
+            value = settings.pop(entry.name, entry.default)
+            setattr(self, entry.name, tuple(value) if isinstance(value, list) else value)
         # What is tied follows from `tie_embeddings` and other settings, not from this.
         super().__init__(**{**settings, "tie_word_embeddings": True})
 
