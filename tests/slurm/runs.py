@@ -104,6 +104,10 @@ class SlurmRun:
     def wait_for_step(self, step: int) -> None:
         self.until(lambda: self.last_step() >= step)
 
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Until it is published: on a busy machine the next one may come before a test goes on."""
+        self.until(lambda: step in self._published())
+
     def wait_for_end(self, reason: JobEndReason, count: int = 1) -> None:
         """Until `count` starts of the job have ended for this reason."""
         self.until(lambda: [end.reason for end in self.events(JobEnded)].count(reason) >= count)

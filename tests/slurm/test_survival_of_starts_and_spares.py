@@ -115,12 +115,12 @@ def moved() -> Iterator[tuple[SlurmRun, list[dict[str, Any]]]]:
         run, seen = runs.submit("hosts"), list[dict[str, Any]]()
 
         def disturb() -> None:
-            run.wait_for_step(INTERVAL + 20)
+            run.wait_for_checkpoint(INTERVAL)
             lab.power_off("n2")
             run.until(lambda: len(run.begun_at()) == 2)
             seen.append(status(run))
             lab.boot("n2")
-            run.wait_for_step(2 * INTERVAL + 20)
+            run.wait_for_checkpoint(2 * INTERVAL)
             lab.cut("n1")  # where the supervisor and rank 0 are
             run.until(lambda: len(run.begun_at()) == 3)
             lab.heal("n1")
@@ -147,14 +147,14 @@ def test_a_spare_host_replaces_one_and_the_first_host_lost_requeues(
     runs: Runs, lab: SlurmLab, reference: SlurmRun, moved, preempted, unauthenticated
 ):
     run = runs.submit("spare", nodes="2+1")
-    run.wait_for_step(INTERVAL + 20)
+    run.wait_for_checkpoint(INTERVAL)
     assert run.nodes() == ("n1", "n2", "n3")
     lab.power_off("n2")
     run.until(lambda: len(run.begun_at()) == 2)
     replaced = "node n2 failed; spare node n3 used"
     assert_status(run, "running", last_failure=replaced, replaced_nodes=[replaced])
     lab.boot("n2")
-    run.wait_for_step(2 * INTERVAL + 20)
+    run.wait_for_checkpoint(2 * INTERVAL)
     assert [event.restart for event in run.events(JobStarted)] == [0]
     lab.cut("n1")  # where the supervisor is: Slurm would let such a job hold its other nodes
     run.until(lambda: len(run.begun_at()) == 3)
