@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -144,6 +145,8 @@ def from_tree(kind: Any, tree: Any, *, is_open: bool = False, is_finite: bool = 
 
 @functools.cache
 def _validator(kind: Any, is_open: bool, is_finite: bool) -> Any:
+    # Plug-ins of pydantic are looked for in the metadata of all packages: 15 ms.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from pydantic import ConfigDict, TypeAdapter
     from pydantic_core import SchemaValidator
 
