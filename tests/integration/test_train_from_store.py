@@ -70,14 +70,14 @@ def test_a_run_with_a_password_resumes_and_shows_it_nowhere(corpus, tmp_path, ca
     password = "correct-horse"
     experiment = tmp_path / "tiny.yaml"
     experiment.write_text(SETTINGS)
-    parsed: list[Path] = []
-    parse = manifest._parse
+    parsed: list[Any] = []
+    parse = manifest.from_tree
 
-    def counted(tree: Any, path: Path) -> manifest.Manifest:
-        parsed.append(path)
-        return parse(tree, path)
+    def counted(kind: Any, tree: Any) -> Any:
+        parsed.append(kind)
+        return parse(kind, tree)
 
-    monkeypatch.setattr(manifest, "_parse", counted)
+    monkeypatch.setattr(manifest, "from_tree", counted)
     monkeypatch.setattr(files, "SETTLED_NS", 0)  # else a fast start parses a new file again
     with FileServer(corpus) as server:
         server.authorization = f"Basic {base64.b64encode(f'me:{password}'.encode()).decode()}"
