@@ -83,7 +83,7 @@ class Past:
     history: AttemptHistory = field(default_factory=AttemptHistory)
     asked: int | None = None
     stores: tuple[str, ...] = ()  # URLs of the run's mirrors
-    uploaded: tuple[int, ...] = ()  # all steps that the ledger says were, also undone ones
+    saved: tuple[int, ...] = ()  # all steps that were published, also undone ones
 
 
 def add_from_step(parser: argparse.ArgumentParser) -> None:

@@ -223,7 +223,7 @@ class _Look:
             if not attempt or not history.standing or attempt in history.standing:
                 problem = ""
         except CheckpointError as error:
-            if step in self.past.uploaded:
+            if step in self.past.saved:
                 return False  # the ledger knows it, as undone: it is later than all that stands
             problem = str(error)
         self.facts.append(Fact(step, Destination.STORE, store.url))

@@ -40,7 +40,14 @@ from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change
 from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, list_attempts
-from pretrain.rundir.events import Mirrored, Restored, ResumeFrom, SettingsChanged, TrainingBegan
+from pretrain.rundir.events import (
+    Mirrored,
+    Published,
+    Restored,
+    ResumeFrom,
+    SettingsChanged,
+    TrainingBegan,
+)
 from pretrain.rundir.history import (
     asked_step,
     attempt_history,
@@ -208,9 +215,9 @@ class RunDir:
         if not last_event(ledger, TrainingBegan, Restored):
             urls = []  # a new run
         asked = asked_step(ledger)
-        uploaded = {event.step for event in find_events(ledger, Mirrored) if not event.problem}
+        saved = {event.step for event in find_events(ledger, Published, Mirrored)}
         stores, history = tuple(dict.fromkeys(urls)), attempt_history(ledger)
-        return Past(tuple(facts), history, asked, stores, tuple(sorted(uploaded)))
+        return Past(tuple(facts), history, asked, stores, tuple(sorted(saved)))
 
     def ask_to_resume_from(self, step: int) -> None:
         """Record that a user gives up what the run has published after `step`."""

@@ -82,6 +82,13 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("damage", {"file": 8, "how": "delete", "where": 85}),
         ("train", {"steps": 7, "is_killed": False}),
     ],
+    "a damaged step in the store, whose upload the ledger had not, stopped a start": [
+        ("train_and_kill", {"kill_before": 148}),
+        ("give_up", {"choice": 18, "kill_before": 47}),
+        ("empty", {"where": "store"}),
+        ("give_up", {"choice": 77, "kill_before": 31}),
+        ("train", {"steps": 4, "is_killed": False}),
+    ],
     "what the ledger knows did not reach the other ranks": [
         ("change_ranks", {"world_size": 2}),
         ("train", {"steps": 6, "is_killed": True}),
