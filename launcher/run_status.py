@@ -163,7 +163,7 @@ def gather(run_dir: RunDir, steps: int) -> Evidence:
 
 def infer_status(evidence: Evidence) -> Status:
     """Return the status that follows from the evidence."""
-    last = last_turn(evidence.ledger)
+    last = last_turn(evidence.ledger, evidence.latest_step >= evidence.steps)
     is_over = last is not None and not _continues_after(last)
     # A killed rank leaves its heartbeat behind.
     heartbeats = [
@@ -195,15 +195,15 @@ def infer_status(evidence: Evidence) -> Status:
     return _waiting_or_canceled(evidence, last) or _ended_status(evidence, last)
 
 
-def last_turn(ledger: Sequence[Event]) -> Event | None:
+def last_turn(ledger: Sequence[Event], has_all_steps: bool = False) -> Event | None:
     """Return the last event at which an attempt, or a job that makes attempts, began or ended.
 
     When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last
     events afterwards; those are not turns of the run any more, unless they have made all steps.
     """
-    made = last_event(ledger, JobStarted, TrainingBegan, TrainingEnded, AttemptEnded)
-    if made is not None and is_finished(made):
-        return made
+    trained = last_event(ledger, TrainingBegan, TrainingEnded, AttemptEnded)
+    if has_all_steps and trained is not None and is_finished(trained):
+        return trained  # a job that starts afterwards has nothing to do
     ended = last_event(ledger, JobStarted, JobEnded)  # a later start may have the same number
     start = f"{ended.job}.{ended.restart}" if isinstance(ended, JobEnded) else ""
     timely = [event for event in ledger if not began_in(event, start)]

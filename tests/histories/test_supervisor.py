@@ -57,6 +57,13 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("break_node", {"after": 0.0, "seconds": 900.0, "node": 1, "how_far": 0}),
         ("requeue", {"after": 70.0, "held": False}),
     ],
+    "a job that starts again after all steps were made hid that they were": [
+        ("break_node", {"after": 400.0, "how_far": 2, "node": 1, "seconds": 900.0}),
+        ("kill_supervisor", {"after": 400.0}),
+        ("lose_node", {"after": 0.0, "node": 0, "seconds": 40.0}),
+        ("stop_slowly", {"seconds": 100.0}),
+        ("change_limit", {"after": 140.0, "minutes": 10}),
+    ],
     "a run whose last steps were made after it was preempted was called failed": [
         ("preempt", {"after": 400.0, "grace": 60.0}),
         ("lose_node", {"after": 0.0, "node": 1, "seconds": 40.0}),
