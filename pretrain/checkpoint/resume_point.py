@@ -243,7 +243,7 @@ class _Look:
 
         def index() -> dict[str, Any]:
             read = read_index(directory, self.run_id)
-            if not self.past.history.stands(read.step, read.attempt):
+            if not self._stands(read):
                 raise UndoneError(f"{directory}: {UNDONE}")
             return read.index
 
@@ -259,8 +259,7 @@ class _Look:
             )  # fmt: skip
         return checkpoint
 
-    def _stands(self, directory: Path) -> bool:
-        checkpoint = read_index(directory, self.run_id)
+    def _stands(self, checkpoint: Checkpoint) -> bool:
         return self.past.history.stands(checkpoint.step, checkpoint.attempt)
 
     def _bring(self, candidate: Candidate) -> None:
@@ -270,8 +269,7 @@ class _Look:
         def fetch() -> None:
             try:
                 store, index = self.stores[candidate.where]
-                attempt = store.read_index(index, candidate.step).attempt
-                if not self.past.history.stands(candidate.step, attempt):
+                if not self._stands(store.read_index(index, candidate.step)):
                     raise UndoneError(f"step {candidate.step} in {store.url}: {UNDONE}")
                 store.bring(index, candidate.step, self.root)
             except (NotFetchedError, OSError) as error:
@@ -317,15 +315,20 @@ class _Look:
         if self.world.is_main and self.before is None:
             with contextlib.suppress(CheckpointError):
                 for other in files.steps_on_disk(self.root):
-                    directory = files.step_directory(self.root, other)
-                    if other > step and not (directory / files.REFUSED).exists():
-                        note_refusal(directory, f"{UNDONE} to step {step}")
-                    elif other < step and is_undone(directory) and self._stands(directory):
-                        note_refusal(directory, "")  # noted by a start that never began
+                    self._settle(files.step_directory(self.root, other), other, step)
         if self.world.is_main:
             shutil.rmtree(self.root.with_name(SCRATCH), ignore_errors=True)
         if self.local is not None and self.before is None:
             self.local.tell_unused(step, newest(self.facts, Destination.NODES))
+
+    def _settle(self, directory: Path, other: int, step: int) -> None:
+        """Note whether a checkpoint is part of the run's history, which is at `step`."""
+        if other > step and not (directory / files.REFUSED).exists():
+            note_refusal(directory, f"{UNDONE} to step {step}")
+        elif other < step and is_undone(directory):
+            with contextlib.suppress(CheckpointError):  # damaged: the note stays
+                if self._stands(read_index(directory, self.run_id)):
+                    note_refusal(directory, "")  # noted by a start that never began
 
 
 def refuse(directory: Path, reason: str, using: str, world: World) -> None:

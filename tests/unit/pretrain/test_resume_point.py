@@ -319,6 +319,17 @@ def test_a_damaged_shared_step_does_not_hide_later_ones_on_the_nodes(tmp_path, w
 # --------------------------------------------------------- commands beside a run, other versions
 
 
+def test_a_damaged_old_step_does_not_keep_a_later_one_from_being_noted(tmp_path, world):
+    run_dir = run_in(tmp_path / "run", [100, 200, 300])
+    old, later = (files.step_directory(run_dir.checkpoints, step) for step in (100, 300))
+    verify_module.note_refusal(old, f"{verify_module.UNDONE} to step 0")
+    (old / files.INDEX).write_text("{}")
+    run_dir.ask_to_resume_from(200)
+    assert look(run_dir, world) == 200
+    assert verify_module.is_undone(old)
+    assert verify_module.is_undone(later)
+
+
 def prune_and_publish(root: Path) -> None:
     """What a run with keep_last=1 does."""
     newest = max(files.steps_on_disk(root))
