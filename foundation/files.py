@@ -254,12 +254,10 @@ def make_directory(path: Path, mode: int = 0o777) -> Path:
 
     `mode` is the last one's, less the user's umask.
     """
-    missing = [parent for parent in path.parents if not parent.exists()]
+    # Also if it exists: its maker may have been killed before this.
+    made = [path, *(parent for parent in path.parents if not parent.exists())]
     path.mkdir(parents=True, exist_ok=True, mode=mode)
-    for directory in (
-        path,
-        *missing,
-    ):  # also if it exists: its maker may have been killed before this
+    for directory in made:
         with contextlib.suppress(PermissionError):  # a parent that cannot be listed
             fsync_directory(directory.parent)
     return path

@@ -195,7 +195,7 @@ def infer_status(evidence: Evidence) -> Status:
     return _waiting_or_canceled(evidence, last) or _ended_status(evidence, last)
 
 
-def last_turn(ledger: Sequence[Event], has_all_steps: bool = False) -> Event | None:
+def last_turn(ledger: Sequence[Event], has_all_steps: bool) -> Event | None:
     """Return the last event at which an attempt, or a job that makes attempts, began or ended.
 
     When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last

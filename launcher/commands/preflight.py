@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from foundation.cli import check_least
 from foundation.errors import UserError
-from foundation.files import end_of, named_errors, read_json, write_json
+from foundation.files import end_of, named_errors, read_value, write_json
 from foundation.programs import copied_arguments, own_arguments, own_command
 from foundation.typed_values import json_text
 from launcher.slurm.client import Slurm, node_names, start
@@ -288,8 +288,7 @@ def _collected(
         is_last = not is_running()
         for rank in files.keys() - answers.keys():
             with contextlib.suppress(OSError, ValueError):
-                tree = read_json(files[rank])
-                answers[rank] = kind(**tree)
+                answers[rank] = read_value(kind, files[rank])
                 deadline = min(deadline, time.monotonic() + seconds_after_first)
         if is_last:
             break

@@ -183,9 +183,7 @@ class ObjectStore:
 
     def index(self) -> MirrorIndex:
         """Return mirror.json; NotFetchedError without one."""
-        check, path = partial(size_problem, most=LARGEST_ROOT_BYTES), self.scratch / MIRROR_INDEX
-        store = store_at(self.url, self._policy)
-        fetch_file(store, MIRROR_INDEX, path, self.scratch, check, LARGEST_ROOT_BYTES)
+        path = self._arrived(self.url, MIRROR_INDEX, LARGEST_ROOT_BYTES)
         return MirrorIndex.parse(
             f"{self.url}/{MIRROR_INDEX}", read_regular(path, LARGEST_ROOT_BYTES)
         )
@@ -207,7 +205,10 @@ class ObjectStore:
         """Return what a folder says of itself; None if a file is missing or not its own."""
         limits = {files.INDEX: LARGEST_INDEX_BYTES, **RUN_FILES}
         try:
-            contents = {name: self._content(folder, name, most) for name, most in limits.items()}
+            url = f"{self.url}/{folder}"
+            contents = {
+                name: content_of(self._arrived(url, name, most)) for name, most in limits.items()
+            }
         except NotFetchedError as error:
             if not error.is_absent:
                 raise
@@ -215,11 +216,11 @@ class ObjectStore:
         stored = StoredCheckpoint(step, contents.pop(files.INDEX), contents)
         return stored if stored.folder == folder else None
 
-    def _content(self, folder: str, name: str, most: int) -> Content:
-        """Fetch a file of unknown content, and return what it holds."""
-        path, store = self.scratch / name, store_at(f"{self.url}/{folder}", self._policy)
+    def _arrived(self, url: str, name: str, most: int) -> Path:
+        """Fetch a file of unknown content and at most `most` bytes; return where it is."""
+        path, store = self.scratch / name, store_at(url, self._policy)
         fetch_file(store, name, path, self.scratch, partial(size_problem, most=most), most)
-        return content_of(path)
+        return path
 
     def get(self, index: MirrorIndex, step: int, with_run: bool = True) -> Checkpoint:
         """Fetch a checkpoint, and the run's files with it, into `scratch`.
