@@ -1,4 +1,4 @@
-"""The training loop and nothing else: `pretrain/run.py` builds what it works with."""
+"""The training loop alone; `pretrain/run.py` builds the objects that it uses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pretrain.state import TrainState, memories_without
 
 @dataclass(frozen=True)
 class RankProcess:
-    """What a rank keeps while its process lives, however often the run restarts in it."""
+    """What a rank keeps for the life of its process, across restarts of the run inside it."""
 
     config: RunConfig  # with all phases, as the user wrote it
     run_dir: RunDir
@@ -44,13 +44,13 @@ class RankProcess:
     stop: StopRequest
     fault: Fault
     heartbeat: Heartbeat
-    data: Mapping[str, Any]  # what each start records of it; on rank 0
-    copy: Copy  # takes lines of metrics for Weights & Biases
+    data: Mapping[str, Any]  # facts about the corpora for the ledger; on rank 0 only
+    copy: Copy  # receives the lines of metrics for Weights & Biases
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What is built from the latest checkpoint at each start, and dropped at the next one."""
+    """What each start builds from the latest checkpoint, and the next start replaces."""
 
     config: RunConfig  # in the current phase, with a micro-batch that fits
     engine: Engine
@@ -65,10 +65,10 @@ class Parts:
 
 
 def train(parts: Parts, process: RankProcess) -> Outcome:
-    """Train until the run or its phase is finished, or any rank is asked to stop; then save.
+    """Train until the run or its phase is finished or any rank is asked to stop, then save.
 
-    A request to stop also ends an evaluation, which the next attempt repeats. Raises SpikeFound, on
-    every rank, at a loss spike, and CheckpointError after storage failed for too long.
+    A request to stop also ends an evaluation; the next attempt repeats the evaluation. Raises
+    SpikeFound on every rank at a loss spike, and CheckpointError if storage fails for too long.
     """
     config, state, engine = parts.config, parts.state, parts.engine
     checkpointer, metrics = parts.checkpointer, parts.metrics
@@ -76,18 +76,20 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
     if state.step < config.optim.steps and not _complete_evaluation(parts, process):
         return Outcome.STOPPED
     while state.step < config.optim.steps:
-        # Forward and backward, slot by slot: each slot continues with the memory it left last step.
+        # Run forward and backward slot by slot. A slot is a fixed group of lanes, so it continues
+        # with the memory that it returned in the last step.
         batch = next(parts.batches)
         memories_before = list(state.memories)
         *slots, last = enumerate(batch.split(len(state.memories)))
         for slot, part in slots:
             _forward_backward(parts, offload, slot, part)
-        # An exchange among thousands of ranks takes longer than an update, so it runs behind a
-        # micro-batch. A signal that comes later is for the next step.
+        # Among thousands of ranks the exchange of flags can take longer than the update. With more
+        # than one rank it therefore runs in a thread while the last micro-batch computes; a stop
+        # signal that arrives meanwhile takes effect one step later.
         answer = process.stop.ask(partial(_own_flags, parts))
         _forward_backward(parts, offload, *last)
 
-        # Update the weights. A save may still be copying those that the update changes.
+        # Update the weights in place. A save in progress must have copied the old ones before.
         with metrics.saving():
             checkpointer.wait_for_copy()
             parts.local.wait_for_copy()
@@ -95,8 +97,10 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
         ends_interval = (state.step + 1) % config.metrics.interval == 0
         result = engine.step(learning_rate, measure_layers=ends_interval)
         if result.skipped and not result.overflowed:
-            # What a harmful segment left in memory would spoil all later steps. An overflow is only
-            # the gradients' business: the loss scale was too large, but the forward pass was sound.
+            # The update was skipped for NaN or too large gradients. The hidden states of such a
+            # segment could spoil all later steps, so the memories from before it are restored.
+            # After an fp16 overflow they stay: the loss scale was too large for the backward pass,
+            # but the forward pass was sound.
             offload.wait()
             state.memories = memories_without(MemoryLayout(config.model), batch, memories_before)
         state.advance(batch, config.tokens_per_step)
@@ -106,7 +110,7 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
         agreed = answer()
         parts.mirror.agree(agreed.upload, checkpointer.last_step)
         if agreed.save_failed:
-            checkpointer.finish()  # every rank learns of it, and tries again some steps later
+            checkpointer.finish()  # a collective: gives up the save; `save_again` starts another
         outcome = _outcome_at(config, state.step, agreed.stop)
         saving = (
             outcome is not None or agreed.save_again or state.step % config.checkpoint.interval == 0
@@ -115,17 +119,17 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
         evaluates = _evaluates_after(config, state.step)
         if saving or saves_locally or evaluates or state.step % config.metrics.interval == 0:
             offload.wait()
-            # Before a save could keep the spike.
-            ends_run = outcome is Outcome.FINISHED
-            parts.spike_monitor.check(metrics.write(), ends_run)
+            # Check the losses first: a checkpoint of a spike would be resumed from.
+            parts.spike_monitor.check(metrics.write(), ends_run=outcome is Outcome.FINISHED)
         process.fault.trigger(state.step)
 
         if outcome is Outcome.FINISHED:
-            # Before the last evaluation: whatever ends the run in it, no step is lost.
+            # Save before the last evaluation: if it crashes or runs out of time, no step is lost.
             _save(parts, process, outcome)
             break
         if evaluates and not _evaluate(parts, process):
-            outcome, saving = Outcome.STOPPED, True
+            outcome = Outcome.STOPPED
+            saving = True
         if saving:
             _save(parts, process, outcome)
         elif saves_locally:
@@ -149,7 +153,7 @@ def _forward_backward(parts: Parts, offload: MemoryOffload, slot: int, part: Seg
 
 
 def _own_flags(parts: Parts) -> Agreement:
-    """Return this rank's flags but for a stop: of saves, and of the mirror."""
+    """Return this rank's flags for saves and uploads; `StopRequest.ask` adds the stop flag."""
     saves = parts.checkpointer
     return Agreement(
         save_failed=saves.has_failed,
@@ -174,9 +178,9 @@ def _evaluates_after(config: RunConfig, step: int) -> bool:
 
 
 def _evaluate(parts: Parts, process: RankProcess) -> bool:
-    """Measure the validation loss and write it; False if any rank was asked to stop before.
+    """Measure and write the validation loss; return False if a stop request ended it.
 
-    Raises TrainingError, on every rank, if the last step's is not finite.
+    Raises TrainingError on every rank if the loss after the run's last step is not finite.
     """
     process.heartbeat.beat(parts.state.step, "evaluate")
     try:
@@ -195,7 +199,7 @@ def _evaluate(parts: Parts, process: RankProcess) -> bool:
 
 
 def _complete_evaluation(parts: Parts, process: RankProcess) -> bool:
-    """Evaluate the step on disk unless that was finished before; False if asked to stop."""
+    """Evaluate the present step if that is due and not done; return False if asked to stop."""
     step = parts.state.step
     if not _evaluates_after(parts.config, step) or parts.metrics.has_evaluation(step):
         return True
@@ -204,7 +208,7 @@ def _complete_evaluation(parts: Parts, process: RankProcess) -> bool:
 
 @contextlib.contextmanager
 def _checked(parts: Parts) -> Iterator[None]:
-    """Let the run rewind, or give up, if what the block saves is not finite."""
+    """Rewind the run or give up, on every rank, if the block finds NaN or inf in what it saves."""
     try:
         yield
     except NonFiniteError as error:
@@ -212,10 +216,11 @@ def _checked(parts: Parts) -> Iterator[None]:
 
 
 def _save(parts: Parts, process: RankProcess, outcome: Outcome | None) -> None:
-    """Start a checkpoint of this step; if the loop ends, wait until it is published."""
+    """Start a checkpoint of this step; if the loop ends here, wait until it is published."""
     process.heartbeat.beat(parts.state.step, "save")
     with parts.metrics.saving(), _checked(parts):
-        # Not before its metrics are written: a run resumed from it would lack them.
+        # No checkpoint before its metrics are on disk (`obstacle`): a run that resumes from it
+        # would never write them again.
         save = partial(
             parts.checkpointer.save,
             parts.engine,
@@ -223,7 +228,12 @@ def _save(parts: Parts, process: RankProcess, outcome: Outcome | None) -> None:
             obstacle=parts.metrics.unwritten,
             suspected_since=parts.spike_monitor.suspected_since,
         )
-        save() if outcome is None else parts.checkpointer.until_published(save)
-    if outcome is not None:  # it is uploaded during the last evaluation
+        if outcome is None:
+            save()
+        else:
+            parts.checkpointer.until_published(save)
+    if outcome is not None:
+        # No next step will exchange flags, so agree on the upload here. It runs during the last
+        # evaluation; the next phase continues it, and after a stop the run waits for it (`run.py`).
         agreed = _own_flags(parts).agreed()
         parts.mirror.agree(agreed.upload, parts.checkpointer.last_step)

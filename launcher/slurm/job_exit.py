@@ -1,7 +1,7 @@
-"""The end of the surrounding Slurm job: why it ends, the ledger entry, and whether to requeue it.
+"""The end of a start of the surrounding Slurm job: its reason, its ledger entry, its requeue.
 
-Slurm requeues a job by itself after a node failure or a preemption with requeue. After a time
-limit, or a request to stop, the supervisor does it.
+After a node failure or a preemption with requeue, Slurm itself requeues the job. After a time limit
+or a request to stop the supervisor has to.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from pretrain.rundir.ledger import in_order
 from pretrain.rundir.lock import Fence
 from pretrain.rundir.run_dir import RunDir
 
-# Slurm writes this into the job's log and into the logs of its steps when it ends them; after
-# `scancel` without a reason.
+# Slurm's line in the logs of the job and its steps when it ends them; without a reason after
+# `scancel`.
 _NOTICE = re.compile(r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO (.+?))? \*\*\*")
 _REASONS = {
     "NODE FAILURE": JobEndReason.NODE_FAILED,
@@ -49,22 +49,24 @@ _REASONS = {
     "JOB REQUEUE": JobEndReason.REQUEUED_BY_USER,
     "TIME LIMIT": JobEndReason.TIME_LIMIT,
 }
-_COUNTED = (JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)  # without progress
-_EXCLUDED = (JobEndReason.NODE_EXCLUDED, JobEndReason.NOT_STARTED)  # the job leaves nodes
+# Ends that count as attempts without progress, because no attempt of the start recorded an end.
+_COUNTED = (JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)
+_EXCLUDING = (JobEndReason.NODE_EXCLUDED, JobEndReason.NOT_STARTED)  # their `node` is excluded
 _RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING")
-# srun may name the node after slurmstepd has said that one failed; Slurm kills seconds later.
+# How long to wait for srun to name the failed node. The notice of the failure comes before that,
+# and Slurm kills this process a few seconds later.
 NODE_NAME_SECONDS = 1.0
-_RECORD_AGAIN_SECONDS = 1.0  # after which a ledger that could not be written is tried once more
-_UNKNOWN_SECONDS = 600.0  # after which Slurm has ended what its controller does not know
+_RECORD_AGAIN_SECONDS = 1.0  # before a second try to write the ledger
+_UNKNOWN_SECONDS = 600.0  # by then Slurm has killed a job that its controller does not know
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThisJob:
-    """The Slurm job, or task of an array, that this process is the batch script of."""
+    """The Slurm job, or task of an array, whose batch script is this process."""
 
     id: str  # 17, or 17_3
-    number: int  # a task of an array has its own number too
+    number: int  # for a task of an array another one than in `id`
     restart: int
     nodes: tuple[str, ...]
 
@@ -82,8 +84,8 @@ class ThisJob:
 class JobEnding:
     """Why a start of a job ends.
 
-    `requeue`: the supervisor has to requeue it. `is_final`: it would have to, but the job may not
-    be requeued.
+    `requeue`: the supervisor has to requeue the job. `is_final`: the run needs another start, but
+    the job may not be requeued.
     """
 
     reason: JobEndReason
@@ -94,18 +96,18 @@ class JobEnding:
 
 
 def is_of_start(job: Mapping[str, str], restart: int, began: str = "") -> bool:
-    """Return whether the fields of `scontrol show job` describe the start number `restart` of a
-    job, which began at this time, where that is known.
+    """Return whether the fields of `scontrol show job` describe start number `restart` of the job.
 
-    Else Slurm has requeued the job, or its controller has lost the last seconds before it was
-    killed: then the job waits to start with the same number again, has done so, or is unknown.
+    `began` is the start's time, '' if unknown. If not, Slurm has requeued the job. Or its
+    controller was killed and has lost the last seconds: then it does not know the job, or starts it
+    once more under the same number.
     """
     is_started = job.get("Restarts") == str(restart) and job.get("JobState") != "PENDING"
     return is_started and began in ("", job.get("StartTime"))
 
 
 def is_allocated(job: Mapping[str, str], restart: int, began: str = "") -> bool:
-    """Return whether this start of the job has its nodes, and Slurm is not about to take them."""
+    """Return whether this start has its nodes, and Slurm is not about to take them away."""
     runs = job.get("JobState") in _RUNNING and not _is_preempted(job)
     return runs and is_of_start(job, restart, began)
 
@@ -113,15 +115,15 @@ def is_allocated(job: Mapping[str, str], restart: int, began: str = "") -> bool:
 def job_ending(
     job: Mapping[str, str], restart: int, log: str, was_warned: bool = False, began: str = ""
 ) -> JobEnding:
-    """Return why the job's start number `restart`, which has to stop, ends.
+    """Return why start number `restart` of the job ends, after it was told to stop.
 
-    `job` has the fields of `scontrol show job`, `log` what Slurm wrote into the job's log.
-    `was_warned`: the signal ahead of the time limit has come.
+    `job` has the fields of `scontrol show job`; `log` has what Slurm wrote into the job's log.
+    `was_warned`: Slurm has sent the signal that it sends ahead of the time limit.
     """
     if not is_of_start(job, restart, began):
         if int(job.get("Restarts", "0")) <= restart:
             return JobEnding(JobEndReason.FORGOTTEN, requeue=False)
-        reason = _announced(log)
+        reason = _announced_reason(log)
         if job.get("Reason", "").startswith("launch_failed"):
             reason = JobEndReason.PROLOG_FAILED
         nodes = failed_nodes(log) if reason is JobEndReason.NODE_FAILED else []
@@ -138,12 +140,13 @@ def job_ending(
 
 
 def _reason(job: Mapping[str, str], log: str, was_warned: bool) -> tuple[JobEndReason, bool]:
-    """Return why Slurm or a person ends the job, and whether at once."""
+    """Return why Slurm or a person ends the job, and whether it is being killed already."""
     is_ending = job.get("JobState") not in _RUNNING
-    # It may have been canceled in the grace time of a preemption.
+    # A job in the grace time of a preemption may be canceled as well: then the last notice has no
+    # reason.
     was_canceled = is_ending and _NOTICE.findall(log)[-1:] == [""]
     if _is_preempted(job) and not was_canceled:
-        return JobEndReason.PREEMPTED, is_ending  # without a grace time it is COMPLETING already
+        return JobEndReason.PREEMPTED, is_ending  # COMPLETING at once if there is no grace time
     if job.get("Reason") == "TimeLimit":
         return JobEndReason.TIME_LIMIT, True
     if is_ending:
@@ -155,7 +158,7 @@ def _is_preempted(job: Mapping[str, str]) -> bool:
     return job.get("PreemptTime", "None") not in ("None", "")
 
 
-def _announced(log: str) -> JobEndReason:
+def _announced_reason(log: str) -> JobEndReason:
     notices = _NOTICE.findall(log)
     last = notices[-1] if notices else ""
     reasons = (reason for prefix, reason in _REASONS.items() if last.startswith(prefix))
@@ -163,17 +166,17 @@ def _announced(log: str) -> JobEndReason:
 
 
 def excluded_nodes(ledger: Sequence[Event], job: str) -> list[str]:
-    """Return the nodes that this job was requeued without."""
+    """Return the nodes that earlier starts excluded from this job."""
     ends = [end for end in find_events(ledger, JobEnded) if end.job == job and end.node]
-    return [node for end in ends if end.reason in _EXCLUDED for node in node_names(end.node or "")]
+    return [node for end in ends if end.reason in _EXCLUDING for node in node_names(end.node or "")]
 
 
 class JobExit:
-    """Claims the run for attempts of this start of the job, asks the controller about it, writes
-    why it ends, once, and requeues it where that is left to the supervisor.
+    """The end of this start of the job: recorded once, with a requeue if Slurm does not do it.
 
-    After `most_futile` starts in a row that gained nothing the job is not requeued. An end that
-    storage does not take is only logged: what matters is that the job is requeued in time.
+    It also claims the run for the attempts, and asks Slurm's controller about the job. After
+    `most_futile` starts in a row without progress the job is not requeued. If storage fails, the
+    end is only logged, because the job must be requeued before Slurm kills this process.
     """
 
     def __init__(
@@ -188,11 +191,11 @@ class JobExit:
         self._job, self._slurm, self._clock = job, slurm or Slurm(), clock
         self._run_dir = RunDir(run_dir)  # each write is tried once
         self._stop = stop
-        self._fence: Fence | None = None  # of the last attempt
+        self._fence: Fence | None = None  # the latest attempt's
         self._most_futile = most_futile
         self._time_limit = "unknown"
         self.began = ""  # when Slurm started this start of the job
-        self._step_before = 0  # of the latest checkpoint when this process began
+        self._step_before = 0  # step of the latest checkpoint at this process's start
         with contextlib.suppress(OSError):
             self._step_before = latest_step(self._run_dir.checkpoints)
         self._num_seen = 0
@@ -200,8 +203,10 @@ class JobExit:
         self.has_given_up = False
 
     def claim(self, attempt: int) -> str:
-        """Claim the run for this attempt, and return its token. Ranks of earlier attempts, which
-        may run on a node that was cut off, cannot write any more."""
+        """Claim the run for this attempt and return its token.
+
+        From now on ranks of earlier attempts, for example on a node that was cut off, cannot write.
+        """
         self._check_fence()
         token = f"{self._job.id}.{self._job.restart}.{attempt}.{secrets.token_hex(2)}"
         fence = Fence(self._run_dir.path, token)
@@ -212,12 +217,15 @@ class JobExit:
     def _check_fence(self) -> None:
         """Raise StaleAttempt if Slurm has restarted the job elsewhere: this start may not write."""
         if self._fence is not None:
-            with contextlib.suppress(OSError):  # storage that is away tells of no newer attempt
+            with contextlib.suppress(OSError):  # storage is away: a newer attempt cannot be seen
                 self._fence.check()
 
     def is_allocated(self) -> bool:
-        """Return whether an attempt may start, and one that failed counts: without its nodes, and
-        in the grace time of a preemption, none can succeed."""
+        """Return whether the job has its nodes and keeps them.
+
+        Otherwise, also in the grace time of a preemption, no attempt can succeed: none is started,
+        and one that failed does not count.
+        """
         fields = self._fields()
         answer = is_allocated(fields, self._job.restart, self.began)
         if answer:
@@ -225,17 +233,20 @@ class JobExit:
         return answer
 
     def poll(self) -> None:
-        """Call this often: after a cancellation or a time limit, Slurm kills this process within
-        seconds, and a newer attempt elsewhere raises StaleAttempt."""
+        """Record the end of the job if Slurm is about to kill this process. To be called often.
+
+        Raises StaleAttempt if a newer attempt runs elsewhere.
+        """
         self._check_fence()
         received = self._stop.received[self._num_seen :]
         self._num_seen += len(received)
         if signal.SIGTERM in received and not self._is_written:
             ending = self._ending()
+            # Otherwise wait until the ranks have saved and stopped (`end_after_attempts`).
             if ending.is_immediate or not ending.requeue:
                 self._end(ending)
 
-    def finish(self, status: int) -> None:
+    def end_after_attempts(self, status: int) -> None:
         """End this start after its last attempt; `status` is the supervisor's exit status."""
         if self._is_written:
             return
@@ -245,30 +256,31 @@ class JobExit:
             reason = JobEndReason.GAVE_UP if status else JobEndReason.FINISHED
             self._end(JobEnding(reason, requeue=False))
 
-    def complete(self, ended: JobEnded) -> int:
-        """Requeue if a killed supervisor of this start wrote so; return the exit status."""
+    def end_as_recorded(self, ended: JobEnded) -> int:
+        """Carry out the end that a killed supervisor has recorded; return the exit status."""
         self._is_written = True
         if ended.requeued:
             self._requeue(ended)
         return 0 if ended.reason is JobEndReason.FINISHED else EXIT_STOPPED
 
-    def give_up(self, message: str) -> None:
-        """End this start, and the job: the run cannot continue in it."""
+    def end_with_error(self, message: str) -> None:
+        """End the job without a requeue: another attempt would fail in the same way."""
         if not self._is_written:
             self._end(JobEnding(JobEndReason.ERROR, requeue=False), message)
 
-    def leave(self, again: StartAgain, nodes: Sequence[str]) -> None:
-        """Requeue the job, because of nodes that failed, or that its next start is to avoid."""
+    def end_to_start_again(self, again: StartAgain, nodes: Sequence[str]) -> None:
+        """Requeue the job; its next start runs without `nodes`, which failed or are unusable."""
         if not self._is_written:
             node = ",".join(nodes) or None
             self._end(JobEnding(again.reason, requeue=True, node=node), again.message)
 
-    def fail(self, error: Exception) -> int:
+    def end_after_error(self, error: Exception) -> int:
         """Requeue the job after an error of the supervisor; return the exit status."""
         if self._is_written:
             return EXIT_STOPPED
-        with contextlib.suppress(Exception):  # the error may be one of asking
-            if not self.is_allocated():  # Slurm or a person has ended it, which is not to undo
+        with contextlib.suppress(Exception):  # to ask Slurm may be what failed
+            # If Slurm or a person has ended the job, a requeue would start it again.
+            if not self.is_allocated():
                 self._end(self._ending())
                 return EXIT_STOPPED
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
@@ -277,21 +289,24 @@ class JobExit:
         return EXIT_STOPPED if event.requeued or event.is_final else EXIT_USER_ERROR
 
     def excludable(self, nodes: Sequence[str]) -> list[str]:
-        """Return which of the nodes the job can run without: not requested by name, and the
-        partition has enough others."""
+        """Return which of the nodes the job can exclude.
+
+        A node that was requested by name cannot be excluded, nor can more nodes than the partition
+        has besides the job's.
+        """
         fields = self._fields()
         partitions = self._slurm.answered(self._slurm.partitions)
         sizes = {partition.name: partition.num_nodes for partition in partitions}
-        left_out = {
+        excluded = {
             *excluded_nodes(self._run_dir.ledger.read(), self._job.id),
             *node_names(fields.get("ExcNodeList", "")),
         }
-        most = sizes.get(fields.get("Partition", ""), 0) - len(left_out) - len(self._job.nodes)
+        most = sizes.get(fields.get("Partition", ""), 0) - len(excluded) - len(self._job.nodes)
         named = node_names(fields.get("ReqNodeList", ""))
         return [node for node in nodes if node not in named][: max(0, most)]
 
     def nodes(self) -> tuple[str, ...]:
-        """Return the nodes that the job has now: some may have been taken from it."""
+        """Return the job's present nodes: Slurm may have taken some away."""
         return tuple(node_names(self._fields().get("NodeList", ""))) or self._job.nodes
 
     def _fields(self) -> dict[str, str]:
@@ -304,12 +319,12 @@ class JobExit:
         was_warned = signal.SIGUSR1 in self._stop.received
         deadline = self._clock.now() + NODE_NAME_SECONDS
         while True:
-            log = _said_by_slurm(self._run_dir.logs, job_log)
+            log = _end_of_logs(self._run_dir.logs, job_log)
             ending = job_ending(fields, self._job.restart, log, was_warned, self.began)
             if ending.reason is JobEndReason.PROLOG_FAILED:
                 return replace(ending, node=self._drained_by_prolog())
-            is_named = ending.reason is not JobEndReason.NODE_FAILED or ending.node
-            if is_named or self._clock.now() > deadline:
+            lacks_name = ending.reason is JobEndReason.NODE_FAILED and not ending.node
+            if not lacks_name or self._clock.now() > deadline:
                 return ending
             self._clock.sleep(0.1)
 
@@ -320,7 +335,8 @@ class JobExit:
     def _end(self, ending: JobEnding, message: str = "") -> JobEnded:
         self._is_written = True
         self._check_fence()
-        with contextlib.suppress(OSError):  # Slurm starts no job that cannot write its log
+        # A user may have removed the directory. Slurm fails a job that cannot write its log there.
+        with contextlib.suppress(OSError):
             self._run_dir.logs.mkdir(exist_ok=True)
         event = JobEnded(
             job=self._job.id,
@@ -333,32 +349,33 @@ class JobExit:
             step_before=self._step_before,
         )
         event = self._recorded(event)
-        self.has_given_up = event.reason is JobEndReason.ERROR  # also instead of a requeue
+        self.has_given_up = event.reason is JobEndReason.ERROR  # set also by `_requeue_limited`
         needs_resume = event.is_final or event.reason is JobEndReason.CANCELED
         advice = f"; 'launcher resume {self._run_dir.path}' continues the run"
         _log.info("%s%s", event.description, advice if needs_resume else "")
         if event.reason is JobEndReason.FORGOTTEN:
-            # Slurm kills it when the node registers. If it exited before, the node would refuse the
-            # job's next start as a duplicate, and be drained.
+            # Slurm kills this process when the node registers with the controller. If it exited
+            # before, the node would take the job's next start for a duplicate and be drained.
             self._clock.sleep(_UNKNOWN_SECONDS)
         return self._requeue(event) if event.requeued else event
 
     def _recorded(self, event: JobEnded) -> JobEnded:
-        """Return the end as it is in the ledger, if that can be written."""
+        """Write the end into the ledger, if storage works, and return it with its final fields."""
         for is_last in (False, True):
             try:
-                event = self._weighed(replace(event, step=latest_step(self._run_dir.checkpoints)))
+                event = replace(event, step=latest_step(self._run_dir.checkpoints))
+                event = self._requeue_limited(event)
                 self._run_dir.ledger.append(event)
                 break
             except OSError as error:
-                if is_last:  # the next start notes an end that is not there
+                if is_last:  # the next start adds an entry for an end that is missing
                     _log.error("the job's end is not in the ledger: %s", os_error_text(error))
                 else:
                     self._clock.sleep(_RECORD_AGAIN_SECONDS)
         return event
 
-    def _weighed(self, event: JobEnded) -> JobEnded:
-        """Return the end, without its requeue if the last starts brought no progress."""
+    def _requeue_limited(self, event: JobEnded) -> JobEnded:
+        """Return the end; as an error without a requeue if the last starts made no progress."""
         now = time.time()
         events, _ = in_order([*self._run_dir.ledger.read(), replace(event, time=now)], now)
         refusal = refusal_of_futile_starts(
@@ -384,9 +401,12 @@ class JobExit:
             return ""
 
     def _requeue(self, event: JobEnded) -> JobEnded:
-        """Requeue the job, as its recorded end says; another end if that cannot be done, or if a
-        person has canceled the job by now, such as while Slurm did not respond."""
-        ends: list[Event] = [event]  # which may not be in the ledger
+        """Requeue the job and return its end.
+
+        That is another end than recorded if Slurm refuses the requeue, or if a person has canceled
+        the job meanwhile, for example while Slurm did not respond.
+        """
+        ends: list[Event] = [event]  # the ledger may lack it
         with contextlib.suppress(OSError):
             ends = [*self._run_dir.ledger.read(), event]
         exclude = list(dict.fromkeys(excluded_nodes(ends, self._job.id)))
@@ -407,8 +427,8 @@ class JobExit:
         return self._recorded(other)
 
 
-def _said_by_slurm(logs: Path, job_log: Path) -> str:
-    """Return the ends of the last attempt's and the job's log; '' while storage is away."""
+def _end_of_logs(logs: Path, job_log: Path) -> str:
+    """Return the last lines of the latest attempt's and the job's log; '' while storage is away."""
     with contextlib.suppress(OSError):
         srun_logs = [attempt.srun_log for attempt in list_attempts(logs)[-1:]]
         return "".join(map(end_of, [*srun_logs, job_log]))

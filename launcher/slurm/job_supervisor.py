@@ -1,4 +1,4 @@
-"""`launcher batch`: the supervisor inside a Slurm job, which the job's script runs."""
+"""`launcher batch`: the supervisor inside a Slurm job, run by the job's batch script."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What the supervisor acts through; tests script it."""
+    """The supervisor's interfaces to Slurm, ranks and time; tests replace them."""
 
     slurm: Slurm = field(default_factory=Slurm)
     start_ranks: Callable[[Step, RunDir, int, str], SlurmRanks] = SlurmRanks
@@ -78,14 +78,15 @@ class RunInUse(ConfigError):
 
 
 class JobSupervisor:
-    """Supervises a run in this start of the job; whatever fails is recorded as its end."""
+    """Supervises a run in this start of the job, and records any failure as the start's end."""
 
     def __init__(self, path: Path, policy: RestartPolicy, num_spare: int, site: Site) -> None:
         self._path, self._policy, self._num_spare, self._site = path, policy, num_spare, site
         self._job, self._stop = ThisJob.from_environment(), StopSignals()
         most = policy.attempts_without_progress
         self._exit = JobExit(self._job, path, self._stop, most, site.slurm, site.clock)
-        self._step: Step | None = None  # of the last attempt, as its ranks
+        # Of the latest attempt.
+        self._step: Step | None = None
         self._ranks: SlurmRanks | None = None
 
     def run(self) -> int:
@@ -94,18 +95,19 @@ class JobSupervisor:
             try:
                 return self._train()
             except (StaleAttempt, ForeignRun, RunInUse):
-                raise  # the ledger belongs to another one
+                raise  # not recorded: the ledger belongs to another job or attempt
             except ConfigError as error:  # another attempt would fail the same way
-                self._exit.give_up(str(error))
+                self._exit.end_with_error(str(error))
                 raise
             except Exception as error:
                 if not isinstance(error, UserError):
                     _log.exception("the supervisor failed")
-                return self._exit.fail(error)
+                return self._exit.end_after_error(error)
 
     def _train(self) -> int:
-        refuse_foreign_run(self._path)  # also a cell's, which others than its array may have
-        # Storage may be away when the job starts, and with it the setting that says for how long.
+        # For a cell of a sweep, too: its directory may have another user's run by now.
+        refuse_foreign_run(self._path)
+        # Until the run's own setting can be read, wait for storage as long as the default says.
         usual = self._retry(CheckpointConfig().storage_patience_seconds)
         experiment = Snapshot(self._path).experiment
         status = EXIT_STOPPED
@@ -114,8 +116,8 @@ class JobSupervisor:
             retry = self._retry(config.checkpoint.storage_patience_seconds)
             run_dir = RunDir(self._path, retry)
             if ended := end_of_start(run_dir.ledger.read(), self._job.id, self._job.restart):
-                return self._exit.complete(ended)
-            if is_complete(run_dir, config):  # the job was requeued after its end
+                return self._exit.end_as_recorded(ended)
+            if is_complete(run_dir, config):  # a user has requeued a job that had finished
                 _log.info("%s is done: there is nothing to do", run_dir.path)
                 return 0
             if self._exit.is_allocated():
@@ -123,17 +125,17 @@ class JobSupervisor:
                 begin(self._job, run_dir, self._site.slurm, self._exit.began)
                 use_up_old_numbers(run_dir.ledger.read(), self._job, self._exit.poll)
                 status = self._make_attempts(run_dir)
-        self._exit.finish(status)
+        self._exit.end_after_attempts(status)
         return EXIT_USER_ERROR if self._exit.has_given_up else status
 
     def _retry(self, seconds: float) -> StorageRetry:
         return self._stop.retry(seconds, self._exit.poll, self._site.clock)
 
     def _await_former_ranks(self, run_dir: RunDir) -> None:
-        """Wait until the ranks of a supervisor that was killed in this start of the job have ended.
+        """Wait for the ranks of a supervisor that was killed in this same start of the job.
 
-        Their srun asked them to save and stop when it died (SlurmRanks). Those that need longer
-        than the notice ahead of a time limit would give them are killed.
+        When the supervisor dies, a helper asks its ranks to save and stop (`SlurmRanks`). They get
+        as long as before a time limit (`signal_seconds`), then they are killed.
         """
         lost = open_start(run_dir.ledger.read(), self._job.id)
         if lost is None or lost.restart != self._job.restart:
@@ -147,14 +149,15 @@ class JobSupervisor:
                 _log.warning("ranks of a killed supervisor still run after %d s: killing", seconds)
                 for step in steps:
                     slurm.cancel(step)
-                return  # the step of the next attempt waits for what they hold
+                return  # the next attempt's step waits until they have freed the nodes
             clock.sleep(_POLL_SECONDS)
 
     def _make_attempts(self, run_dir: RunDir) -> int:
         """Make attempts in this start of the job; return the exit status."""
         job, site = self._job, self._site
         count = attempts_without_progress(run_dir.ledger.read(), job.id)
-        # Attempts that were lost together with their supervisors were not decided about.
+        # The policy ends a run after this many attempts. It has not seen those that were lost
+        # together with their supervisors, so they are counted here.
         if count >= self._policy.attempts_without_progress:
             raise ConfigError(
                 f"{count} attempts in a row brought no checkpoint beyond step "
@@ -180,11 +183,12 @@ class JobSupervisor:
                     clock=site.clock,
                 ).run()
         except StartAgain as again:
-            if self._exit.is_allocated():  # else it says nothing of the nodes
+            # Without its nodes, the failure says nothing about them.
+            if self._exit.is_allocated():
                 nodes = again.nodes
                 if self._step and again.rank is not None:
                     nodes = self._exit.excludable([self._step.node_of(again.rank)])
-                self._exit.leave(again, nodes)
+                self._exit.end_to_start_again(again, nodes)
         except ConfigError:
             if self._exit.is_allocated():
                 raise
@@ -193,7 +197,7 @@ class JobSupervisor:
     def _start(
         self, number: int, run_dir: RunDir, pool: NodePool, guard: FirstNodeGuard
     ) -> SlurmRanks:
-        """Start the ranks of an attempt; StartAgain where this start of the job cannot."""
+        """Start the ranks of an attempt; raise StartAgain if this start of the job cannot."""
         if self._ranks and self._ranks.needs_new_start:
             raise StartAgain(JobEndReason.NO_STEPS)
         if not self._num_spare and len(left := self._exit.nodes()) < len(self._job.nodes):
@@ -210,7 +214,7 @@ class JobSupervisor:
     def _probe(self, step: Step, path: Path, meanwhile: Callable[[], None]) -> Probe:
         answer = self._site.probe(step, path, meanwhile)
         if answer.problems and not self._exit.is_allocated():
-            raise StopWhileWaiting  # it says nothing of the nodes
+            raise StopWhileWaiting  # the job has lost its nodes: they may be healthy
         return answer
 
     def _poll_before_attempt(self) -> None:
@@ -222,8 +226,10 @@ class JobSupervisor:
 def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm, began: str) -> None:
     """Record that this job has the run; RunInUse if another live job has it."""
     ledger, step = run_dir.ledger.read(), latest_step(run_dir.checkpoints)
-    if lost := open_start(ledger, job.id):  # its supervisor could not write its end
+    if lost := open_start(ledger, job.id):  # its supervisor was killed before it wrote the end
         start = {"job": job.id, "restart": lost.restart, "step_before": lost.step, "step": step}
+        # The number of the restart and the time of the start show what happened: Slurm requeued the
+        # job, the controller forgot the start and repeated it, or only the supervisor was killed.
         if lost.restart != job.restart:
             end = JobEnded(reason=JobEndReason.FIRST_NODE_LOST, requeued=True, **start)
         elif "" != lost.began != began:
@@ -233,8 +239,8 @@ def begin(job: ThisJob, run_dir: RunDir, slurm: Slurm, began: str) -> None:
         run_dir.ledger.append(end)
     own = JobStarted(job=job.id, restart=job.restart, nodes=job.nodes, step=step, began=began)
     run_dir.ledger.append(own)
-    # Each job writes its start before it looks for others, so of two jobs at least one sees the
-    # other.
+    # Write our start before looking for other jobs. If two jobs start at once, at least one then
+    # sees the other in the ledger.
     ledger = run_dir.ledger.read()
     work_dirs = own_work_dirs(run_dir.path, ledger)
     for other in slurm.answered(slurm.jobs, other_jobs(ledger, job.id)):

@@ -1,8 +1,7 @@
-"""Saving a run and restoring it at any world size and ZeRO stage.
+"""Saves of a run, and their restoration at any world size and ZeRO stage.
 
 Each rank writes its own file in a background thread (`save.py`), without collectives; rank 0
-publishes them (`disk.py`). On resume each rank reads the slices that it needs (`load.py`).
-There is no pickle.
+publishes all of them (`disk.py`). On resume each rank reads the slices that it needs (`load.py`).
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-# Space for what the index has of a rank, with its cursors.
+# Disk space for a rank's part of the index, with the cursors of its lanes.
 INDEX_BYTES_PER_RANK = 1 << 16
 
 
 class Checkpointer:
     """Saves and restores one run. All ranks call `save`, `finish` and `restore` together.
 
-    `disk` is the same on all ranks, and of this start alone. Steps that are `held` are not pruned.
+    `disk` names the same directory and attempt on all ranks. Steps that are `held` are not pruned.
     Leaving the context cancels a save in progress, so call `finish` before.
 
-    A save that storage does not take is given up, with a warning; the loop asks `is_to_try_again`
-    and saves a later step instead. Once saves have failed for the time of `retry`, every rank
-    raises StorageError.
+    If storage fails, the save is given up with a warning; when `is_to_try_again` is set, the loop
+    saves a later step instead. Once saves have failed for the time of `retry`, every rank raises
+    StorageError.
     """
 
     def __init__(
@@ -70,12 +69,14 @@ class Checkpointer:
         self._memory_layout = MemoryLayout(run.model)
         self._buffer = HostBuffer(world.device)
         self._save: Save | None = None
-        self._saves = 0  # that were started
+        self._saves_started = 0
         self._saver = Worker("save")
-        self._remover = Worker("removal")  # of old checkpoints, which no save waits for
+        # Old checkpoints are removed in a thread of their own: to delete the files of thousands of
+        # ranks takes long, and the next save need not wait for it.
+        self._remover = Worker("removal")
         self._failures = WriteFailures(retry or StorageRetry())
         self._held = held
-        self._published_step = 0  # of the last save that all ranks finished, or were restored from
+        self._published_step = 0  # of the last save that all ranks finished, or of the restored one
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -96,10 +97,10 @@ class Checkpointer:
     ) -> bool:
         """Start a checkpoint of `state.step`; without `checkpoint.asynchronous`, also finish it.
 
-        The previous save is finished first. Call `wait_for_copy` before the engine's next update.
-        The latest checkpoint before step `suspected_since` is kept for a rewind. Returns False if
-        the disk is too full, or rank 0's `obstacle` says that something else must be on disk first.
-        Raises on every rank if replicas differ, or a value is not finite (NonFiniteError).
+        Finishes the previous save first. Call `wait_for_copy` before the engine's next update. The
+        latest checkpoint before step `suspected_since` is kept for a rewind. Returns False if the
+        disk is too full, or rank 0's `obstacle` returns why other files must be on disk first.
+        Raises on every rank if replicas differ or a value is not finite (NonFiniteError).
         """
         self.finish()
         require_equal_replicas(engine, state)
@@ -114,8 +115,8 @@ class Checkpointer:
         lanes = lanes_of_rank(self._run, rank, world_size)
         cursor = state.cursor.to_tree() if state.cursor else None
         report = {"first_lane": lanes.start, "num_lanes": len(lanes), "cursor": cursor}
-        self._saves += 1
-        reports = RankReports(f"{disk.attempt}/{self._saves}", rank, world_size)
+        self._saves_started += 1
+        reports = RankReports(f"{disk.attempt}/{self._saves_started}", rank, world_size)
         remove_old = partial(self._remove_old, state.step, suspected_since)
         then = partial(self._remover.add, remove_old)
         self._save = Save(disk, rank_file, index, report, reports, self._buffer, then)
@@ -123,25 +124,25 @@ class Checkpointer:
         return self._run.checkpoint.asynchronous or self.finish()
 
     def until_published(self, save: Callable[[], bool]) -> None:
-        """Return when what `save` saves is published, however often it takes."""
+        """Call `save` until its checkpoint is published; pause after each failure."""
         self._failures.run_waits()
         while not (save() and self.finish()):
-            with raise_on_all_ranks():  # one rank that is asked to stop ends the wait of all
+            with raise_on_all_ranks():  # a stop request on one rank ends the wait of all
                 self._failures.pause()
 
     def wait_for_copy(self) -> None:
-        """Return when engine and memories may change: what is being saved has been copied."""
+        """Wait until the save in progress has copied weights and memories: they may change then."""
         if self._save is not None:
             self._save.wait_for_copy()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save in progress has failed here; if it has on any rank, all `finish`."""
+        """Whether the save in progress has failed on this rank. If so on any, all call `finish`."""
         return self._save is not None and self._save.problem is not None
 
     @property
     def is_to_try_again(self) -> bool:
-        """Whether a save has failed and it is time for another; ranks can differ."""
+        """Whether a save has failed and it is time for the next try, by this rank's clock."""
         return self._save is None and self._failures.is_due
 
     @property
@@ -151,15 +152,15 @@ class Checkpointer:
 
     @property
     def published_step(self) -> int:
-        """`last_step` if its checkpoint is published as far as this rank knows, else 0.
+        """`last_step` if this rank knows that its checkpoint is published, else 0.
 
-        Rank 0 knows as soon as it is, the others once they `finish`.
+        Rank 0 knows at once, the others after `finish`.
         """
         is_published = self._save is None or self._save.is_published
         return self.last_step if is_published else 0
 
     def finish(self) -> bool:
-        """Return when the save in progress is published, or whether any rank failed: False."""
+        """Wait for the save in progress; return False if it failed on any rank. A collective."""
         if self._save is None:
             return True
         save, self._save = self._save, None
@@ -169,42 +170,50 @@ class Checkpointer:
             self._published_step = save.step
             return True
         save.cancel()
-        problem = min(problems, key=lambda problem: problem.may_pass)  # the first that lasts
+        # The first problem that retries cannot solve, or else simply the first.
+        problem = min(problems, key=lambda problem: problem.is_transient)
         self._give_up_save(save.step, problem)
         return False
 
     def _give_up_save(self, step: int, problem: SaveProblem) -> None:
-        """Let a later save try again; raise on every rank if none can help, or for too long."""
-        problem = broadcast_value(self._lasting_cause(problem), SaveProblem)
-        if problem.may_pass:
+        """Discard the save, so that a later one tries again.
+
+        Raises on every rank if no retry can help, or if saves have failed for too long.
+        """
+        problem = broadcast_value(self._cause(problem), SaveProblem)
+        if problem.is_transient:
             text = f"step {step} not saved: {problem.text}"
             self._failures.failed(text, "training continues", problem.remedy)
-        # Rank 0's clock decides. By now no rank writes any more, so that its files can go: only
-        # this attempt's, since a newer one may be saving.
-        is_hopeless = broadcast_value(self._failures.is_over_limit, bool) or not problem.may_pass
+        # Clocks differ, so rank 0's decides. No rank writes any more, because `finish` has waited
+        # for all, so the files can be removed. `discard` removes only this attempt's, because a
+        # newer attempt may be saving the same step.
+        is_over_limit = broadcast_value(self._failures.is_over_limit, bool)
         if self._world.is_main:
             self._disk.discard(step)
-        if is_hopeless:
+        if is_over_limit or not problem.is_transient:
             text = f"could not save step {step}: {problem.text}; older checkpoints are untouched"
             if problem.remedy:
                 text += f", {problem.remedy} and rerun the command to resume from the latest"
-            raise (StorageError if problem.may_pass else CheckpointError)(text)
+            raise (StorageError if problem.is_transient else CheckpointError)(text)
 
-    def _lasting_cause(self, problem: SaveProblem) -> SaveProblem:
-        """Return why a save failed: a newer attempt removes what this one writes (rank 0)."""
-        if self._world.is_main and problem.may_pass:
+    def _cause(self, problem: SaveProblem) -> SaveProblem:
+        """Return why the save failed, on rank 0: the problem, or a newer attempt that caused it.
+
+        A newer attempt removes the unfinished files of this one, which looks like a storage error.
+        """
+        if self._world.is_main and problem.is_transient:
             try:
                 self._disk.may_write()
             except UserError as error:
-                return SaveProblem(str(error), may_pass=False, remedy="")
+                return SaveProblem(str(error), is_transient=False, remedy="")
             except OSError:
-                pass  # storage that is away knows of no newer attempt
+                pass  # storage that is away cannot show a newer attempt: the problem stays
         return problem
 
     def restore(self, engine: Engine, checkpoint: Checkpoint) -> TrainState:
-        """Load a verified checkpoint into the engine; returns the rest of its state.
+        """Load a verified checkpoint into the engine; return the rest of its state.
 
-        UnreadableError on every rank if one can no longer read it, or it has NaN or inf.
+        Raises UnreadableError on every rank if one cannot read it any more or finds NaN or inf.
         """
         self.finish()
         with raise_on_all_ranks():
@@ -214,7 +223,8 @@ class Checkpointer:
             except UserError as error:
                 if not checkpoint.is_local:
                     raise
-                # Its pieces fit only where the engine shards as it did then.
+                # A local checkpoint fits only an engine that shards as at the save. If it does not
+                # fit, the start tries the shared checkpoint.
                 raise UnreadableError(f"{checkpoint.directory}: cannot be used: {error}") from error
             file = RankFile.of(owned_fragments(engine), state, self._memory_layout)
             if name := non_finite_name(engine, file.tensors):
@@ -227,7 +237,7 @@ class Checkpointer:
     def _problem_ahead(
         self, step: int, rank_file: RankFile, obstacle: Callable[[], str]
     ) -> SaveProblem | None:
-        """Return rank 0's reason not to start a save; None once the disk is prepared."""
+        """Prepare the disk; return rank 0's reason not to start the save, None without one."""
         own_bytes = torch.tensor(rank_file.layout.file_bytes)
         wanted = int(gather_rows(own_bytes).sum()) + self._world.world_size * INDEX_BYTES_PER_RANK
         problem = None
@@ -244,9 +254,10 @@ class Checkpointer:
         return broadcast_value(problem, SaveProblem | None)
 
     def _remove_old(self, published: int, suspected_since: int | None) -> None:
-        """Remove what is undone or not kept; what fails is left to the next save.
+        """Remove checkpoints that are undone or not kept; after an error, the next save does.
 
-        Saves after the one that was `published` do not count: what they suspect is not known here.
+        Later checkpoints than `published` do not count as kept ones: they may contain a spike that
+        `suspected_since` of this save does not know of.
         """
         kept, root = self._run.checkpoint, self._disk.root
         try:
@@ -262,8 +273,9 @@ class Checkpointer:
             (0, 1) if checkpoint.is_local else (self._world.rank, self._world.world_size)
         )
         if checkpoint.index["world_size"] == num_ranks:
-            # Nothing that a run computes draws from it (dropout is a function of step and lane), so
-            # with another number of ranks it can start from the seed.
+            # The run itself draws no random numbers: dropout is a function of step and lane. So the
+            # saved state matters only to code that someone adds, and with another number of ranks
+            # it starts from the seed.
             restore_random_state(checkpoint, rank)
         cursor = None
         if not restarts_lanes(self._run, checkpoint.step):
@@ -276,7 +288,7 @@ class Checkpointer:
     def _restore_memories(
         self, engine: Engine, checkpoint: Checkpoint, lanes: range
     ) -> list[Memory | None]:
-        """Return each slot's memory; empty if a phase with another number of lanes starts."""
+        """Return each slot's memory; None for all if a phase with other lanes starts here."""
         num_slots = accumulation_steps(self._run, self._world.world_size)
         lanes_before = sum(report["num_lanes"] for report in checkpoint.rank_reports)
         lanes_now = len(lanes) if checkpoint.is_local else self._run.data.lanes
@@ -289,7 +301,7 @@ class Checkpointer:
                 f"{checkpoint.directory}: found memories of other shapes than the model's; "
                 "remove this checkpoint"
             )
-        # The precision can differ from the one that was saved.
+        # The run may resume with another precision than it was saved with.
         dtype = next(engine.module.parameters()).dtype
         home = torch.device("cpu") if self._run.engine.offload_memories else self._world.device
         moved, per_slot = self._memory_layout.moved(memory, home, dtype), len(lanes) // num_slots

@@ -1,12 +1,11 @@
-"""What a run has published, and what a start resumes from: pure, and torch-free.
+"""The choice of the checkpoint to resume from, by what the run has published. Pure, torch-free.
 
-A publication is a *fact*: this step was at that destination. The ledger has the facts of the run
-directory and the nodes' disks, and those that it knows of a store; mirror.json has the store's own.
-What is there now are *candidates*. A start takes the newest candidate that is whole. It refuses to
-go back behind the newest fact silently: either something is lost that can be brought back, or a
-user chooses the step to resume from (`--from-step`).
+A publication is a *fact*: this step was at that destination. The ledger records the facts; a
+store's mirror.json may have facts that the ledger lacks. The checkpoints that are there now are
+*candidates*. A start takes the newest valid candidate. If it is older than the newest fact, the
+start is refused: a user brings the lost checkpoint back, or chooses a step (`--from-step`).
 
-Steps on the nodes' disks are a best effort: a node that is gone stops no start.
+Facts of the nodes' disks refuse no start, because a lost node takes its local checkpoints with it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ EVER = 1 << 62  # a step that no run reaches
 
 
 class Destination(Enum):
-    """Where checkpoints are, the nearest first."""
+    """Where checkpoints are kept, the fastest to read first."""
 
     RUN_DIRECTORY = "run directory"
     NODES = "nodes' disks"
@@ -41,43 +40,43 @@ class Fact:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that is at a destination; `problem` is why a start cannot resume from it."""
+    """A checkpoint at a destination; `problem` is why a start cannot resume from it, or ''."""
 
     step: int
     destination: Destination
     where: str = ""
     problem: str = ""
-    may_pass: bool = False  # such as a store that does not answer
+    is_transient: bool = False  # the problem may pass, as when a store does not respond
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why nothing is resumed: what is missing, and what to do, in one line."""
+    """Why a start is refused: what is missing and what to do, in one line."""
 
     sentence: str
-    may_pass: bool = False  # the reason for one of the candidates
+    is_transient: bool = False  # the problem of at least one candidate is
 
 
 @dataclass(frozen=True)
 class AttemptHistory:
-    """Attempt -> the last of its steps that no later start, rewind or restore has undone.
+    """The last step of each attempt that no later start, rewind or restore has undone.
 
-    A later step belongs to a past that the run has left: another attempt makes those steps again,
-    perhaps on other data. `unknown` is that last step for starts that the ledger does not have, or
-    whose checkpoints do not name them.
+    Later steps of the attempt are undone: another attempt makes them again, perhaps on other data.
+    `unknown` is the last step for attempts that the ledger lacks and for checkpoints that do not
+    name their attempt.
     """
 
     standing: dict[str, int] = field(default_factory=dict)
     unknown: int = EVER
 
     def stands(self, step: int, attempt: str) -> bool:
-        """Whether a checkpoint of this step, which that attempt has saved, is the run's."""
+        """Whether a checkpoint of this step, saved by that attempt, is not undone."""
         return step <= self.standing.get(attempt, self.unknown)
 
 
 @dataclass(frozen=True)
 class Past:
-    """What the ledger says to a start; `asked` is the step that a user wants it to resume from."""
+    """What the ledger has for the choice; `asked` is the step of `--from-step`, if given."""
 
     facts: tuple[Fact, ...] = ()
     history: AttemptHistory = field(default_factory=AttemptHistory)
@@ -87,7 +86,7 @@ class Past:
 
 
 def add_from_step(parser: argparse.ArgumentParser) -> None:
-    """Define `--from-step`: a user gives up later steps of a run."""
+    """Define `--from-step`: the user gives up all later steps of the run."""
     parser.add_argument(
         "--from-step",
         type=int,
@@ -97,18 +96,18 @@ def add_from_step(parser: argparse.ArgumentParser) -> None:
 
 
 def newest(facts: Iterable[Fact], *destinations: Destination) -> int:
-    """Return the newest step at one of the destinations; 0 without any."""
+    """Return the newest step that the facts name at one of the destinations; 0 without facts."""
     return max((fact.step for fact in facts if fact.destination in destinations), default=0)
 
 
 def choose_candidate(
     facts: Sequence[Fact], candidates: Sequence[Candidate], asked: int | None = None
 ) -> Candidate | Refusal | None:
-    """Return the candidate to resume from, the refusal, or None to start from the beginning.
+    """Return the candidate to resume from, a refusal, or None to start from the beginning.
 
-    The newest candidate without a problem, at its nearest destination. Refused if that is older
-    than the newest fact of run directory or store, or if there are candidates and all have
-    problems. `asked` is the step of `--from-step`: that one or none, whatever is newer.
+    The candidate is the newest one without a problem, at its fastest destination. The start is
+    refused if it is older than the newest fact of the run directory or a store, or if all
+    candidates have problems. With `asked`, the step of `--from-step`, only that step will do.
     """
     whole = [candidate for candidate in candidates if not candidate.problem]
     whole.sort(key=lambda candidate: (-candidate.step, _ORDER.index(candidate.destination)))
@@ -120,12 +119,14 @@ def choose_candidate(
             return candidate
     lost = asked or least or max(candidate.step for candidate in candidates)
     asks = f"--from-step asks for step {asked}, but " if asked else ""
-    may_pass = any(candidate.may_pass for candidate in candidates)
-    return Refusal(f"{asks}{_whereabouts(lost, facts, candidates)}; {_advice(whole)}", may_pass)
+    is_transient = any(candidate.is_transient for candidate in candidates)
+    return Refusal(
+        f"{asks}{_describe_lost(lost, facts, candidates)}; {_advice(whole)}", is_transient
+    )
 
 
-def _whereabouts(step: int, facts: Sequence[Fact], candidates: Sequence[Candidate]) -> str:
-    """Describe what is known of a step that cannot be resumed from."""
+def _describe_lost(step: int, facts: Sequence[Fact], candidates: Sequence[Candidate]) -> str:
+    """Describe why the step cannot be resumed from: problems, and where it is missing."""
     problems = {
         candidate.where: candidate.problem
         for candidate in candidates

@@ -5,9 +5,9 @@ A checkpoint of 2 ranks, read by 3 (one parameter of 12 elements):
     in the files    rank-00000: "w|0|weight" [0, 6)      rank-00001: "w|6|weight" [6, 12)
     in the engine   rank 0: [0, 4)    rank 1: [4, 8), from both files    rank 2: [8, 12)
 
-The index lists which file holds which elements (`pieces.py`), so neither the writer's world size
-nor its stage matters, and a rank opens only the files that it needs: its own if ranks and stage are
-as they were.
+The index lists which file holds which elements (`pieces.py`), so the world size and stage at the
+save do not matter. A rank opens only the files that it needs; with unchanged ranks and stage, its
+own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pretrain.optim.parameter_groups import Fragment
 
 
 def load_fragments(engine: Engine, checkpoint: Checkpoint) -> list[int]:
-    """Fill the engine's fragments; returns the ranks of the checkpoint whose files were opened."""
+    """Fill the engine's fragments; return which ranks' files were opened."""
     with FragmentReader(checkpoint) as reader:
         for fragment in engine.fragments():
             name, start = fragment.name, fragment.start
@@ -76,7 +76,7 @@ class FragmentReader:
         return sorted(self._handles)
 
     def pieces(self) -> set[tuple[str, str]]:
-        """Return what there is, as pairs of a parameter and a kind."""
+        """Return all pairs of parameter and kind that are stored."""
         return {(name, kind) for name, held in self._pieces.items() for kind in held.kinds}
 
     def whole(self, parameter: str, kind: str) -> Tensor:
@@ -120,9 +120,10 @@ def load_weights(module: torch.nn.Module, checkpoint: Checkpoint, ema: bool = Fa
                 f"{checkpoint.directory}: found no EMA; train with optim.ema_decay above 0"
             )
         parameters = dict(module.named_parameters())
-        if odd := sorted(parameters.keys() ^ checkpoint.pieces.keys()):
+        if differing := sorted(parameters.keys() ^ checkpoint.pieces.keys()):
             raise CheckpointError(
-                f"{checkpoint.directory}: parameters differ from the model's: {', '.join(odd[:5])}"
+                f"{checkpoint.directory}: parameters differ from the model's: "
+                f"{', '.join(differing[:5])}"
             )
         for name, parameter in parameters.items():
             if (count := checkpoint.pieces[name].num_elements) != parameter.numel():
@@ -141,9 +142,9 @@ def load_cursor(checkpoint: Checkpoint) -> LaneCursor:
 
 
 def load_memory(checkpoint: Checkpoint, lanes: range) -> dict[str, Tensor] | None:
-    """Return the memories of the lanes, from the ranks that had them, by the names of their parts.
+    """Return the lanes' memories by the names of their parts; None if they were empty.
 
-    None if they were empty.
+    They are read from the files of the ranks that held these lanes.
     """
     parts = []
     for rank, report in enumerate(checkpoint.rank_reports):
@@ -166,7 +167,7 @@ def load_memory(checkpoint: Checkpoint, lanes: range) -> dict[str, Tensor] | Non
 
 
 def restore_random_state(checkpoint: Checkpoint, rank: int) -> None:
-    """Set the random-number state to the one that a rank has saved."""
+    """Set torch's random-number state to the one in a rank's file."""
     with open_tensors(checkpoint.directory / rank_file(rank)) as handle:
         torch.set_rng_state(handle.get_tensor("random.cpu"))
         if torch.cuda.is_available() and "random.cuda" in handle.keys():  # noqa: SIM118

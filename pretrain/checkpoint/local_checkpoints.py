@@ -2,14 +2,13 @@
 
 LOCAL/run-3f0c.../rank-00003/step-00000150/     COMPLETE, index.json, rank-00000.safetensors
 
-It is a checkpoint of one rank, by the same code and with the same hashes as a shared one: every
-fragment that the rank holds counts as a whole parameter. So it needs no other node's disk, and fits
-only the same rank of the same number of ranks with the same settings.
+Each is written by the same code as a shared checkpoint of one rank: every fragment that the rank
+holds is stored as a whole parameter. So it needs no other node's disk, and it fits only the same
+rank in the same number of ranks with the same settings.
 
-A step counts if every rank has it whole, from the same start of the run, and that start still
-stands in the ledger up to that step (`AttemptHistory`). Otherwise all ranks use the shared
-checkpoint.
-A disk that fails costs its checkpoints, and never ends a run.
+A step can be resumed from if every rank has it whole, saved by the same attempt, and no later start
+has undone it (`AttemptHistory`). Otherwise all ranks use the shared checkpoint. A disk that fails
+costs its local checkpoints and never ends a run.
 """
 
 from __future__ import annotations
@@ -51,21 +50,24 @@ from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2  # the latest that all ranks have may be the second latest of a rank
+KEPT = 2  # ranks finish a save at different times: the latest that all have may be a rank's second
 RUN_FOLDER = re.compile(r"run-[0-9a-f]{12}")
-# Settings that change nothing of what a run has learned at a step.
+# Settings that a resume may change, because they do not affect the state of the run at a step.
 MAY_DIFFER = ("checkpoint", "evaluation", "metrics")
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What is on a rank's disk: by step, which attempt saved it, or why it is of no use."""
+    """The checkpoints on a rank's disk: step -> the attempt that saved it, or its problem.
+
+    Steps are strings because JSON has no other keys.
+    """
 
     attempts: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
 
     def problem_after(self, step: int) -> str:
-        """Return why no step after this one is of use; '' if one is."""
+        """Return why the rank can resume from no later step; '' if it can."""
         if any(int(later) > step for later in self.attempts):
             return ""
         later = [problem for number, problem in self.problems.items() if int(number) > step]
@@ -73,11 +75,11 @@ class Offer:
 
 
 class LocalCheckpoints:
-    """The local checkpoints of one start, if `checkpoint.local` asks for them.
+    """The local checkpoints of one start; empty without `checkpoint.local`.
 
-    `config` has all phases, as the user wrote it; `shared` is the disk of the other checkpoints;
-    `history` is the run's. All ranks call `offered`, `get` and `save` together. Leaving the context
-    cancels a save in progress.
+    `config` has all phases, as the user wrote it; `shared` is the disk of the shared checkpoints.
+    All ranks call `offered`, `get` and `save` together. Leaving the context cancels a save in
+    progress.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class LocalCheckpoints:
         self._save: Save | None = None
         self._saver = Worker("local save")
         self._has_failed = False
-        self._disk: Disk | None = None  # None: none is used, on any rank
+        self._disk: Disk | None = None  # None on all ranks: there are no local checkpoints
         if config.checkpoint.local is not None:
             folder = config.checkpoint.local / f"run-{shared.run_id}"
             own = Disk(
@@ -115,17 +117,20 @@ class LocalCheckpoints:
         self._saver.end()
 
     def offered(self, before: int | None = None) -> list[int]:
-        """Return the steps that every rank has from the same start, unread, oldest first."""
+        """Return the steps that every rank has from the same attempt, oldest first.
+
+        Only their indexes are read so far.
+        """
         if self._kept.local is None:
             return []
         self._offers = gather_values(self._offer(before), Offer)
         common = set.intersection(*(set(offer.attempts.items()) for offer in self._offers))
         return sorted(int(step) for step, _ in common)
 
-    def tell_unused(self, used: int, known: int) -> None:
-        """Log on rank 0 why no later step than the `used` one is, if the run has saved one here.
+    def log_unused(self, used: int, known: int) -> None:
+        """Log why no local checkpoint after the `used` step is resumed from, if there was one.
 
-        `known` is the latest that the ledger has.
+        `known` is the latest local step in the ledger.
         """
         disks = [offer.attempts.keys() | offer.problems.keys() for offer in self._offers]
         latest = max([known, *(int(step) for steps in disks for step in steps)])
@@ -158,11 +163,11 @@ class LocalCheckpoints:
         return self._kept.local is not None and step % self._kept.local_interval == 0
 
     def save(self, engine: Engine, state: TrainState, obstacle: Callable[[], str]) -> None:
-        """Start to save `state.step`, once the save before is written.
+        """Finish the previous save and start one of `state.step`.
 
-        Not if rank 0's `obstacle` says that something else must be on disk first. Raises on every
-        rank if replicas differ or a value is not finite. Call `wait_for_copy` before the engine's
-        next update.
+        Does nothing if rank 0's `obstacle` returns why other files must be on disk first. Raises on
+        every rank if replicas differ or a value is not finite. Call `wait_for_copy` before the
+        engine's next update.
         """
         self._finish()
         require_equal_replicas(engine, state)
@@ -188,6 +193,7 @@ class LocalCheckpoints:
         assert state.cursor is not None
         lanes, cursor = len(state.cursor.lanes), state.cursor.to_tree()
         report = {"first_lane": 0, "num_lanes": lanes, "cursor": cursor}
+        # As if this were the only rank: it publishes by itself, without waiting for others.
         reports, then = RankReports("", rank=0, num_ranks=1), partial(_prune, disk, state.step)
         self._save = Save(disk, rank_file, index, report, reports, self._buffer, then)
         self._saver.add(self._save.run)
@@ -195,12 +201,12 @@ class LocalCheckpoints:
             self._finish()
 
     def wait_for_copy(self) -> None:
-        """Return when engine and memories may change."""
+        """Wait until the save in progress has copied weights and memories: they may change then."""
         if self._save is not None:
             self._save.wait_for_copy()
 
     def remove(self) -> None:
-        """Remove this rank's checkpoints, of a run that has finished."""
+        """Remove this rank's checkpoints once the run has finished."""
         if self._disk is not None:
             self._finish()
             shutil.rmtree(self._disk.root, ignore_errors=True)
@@ -208,7 +214,7 @@ class LocalCheckpoints:
                 self._disk.root.parent.rmdir()
 
     def _opened(self, disk: Disk) -> Disk | None:
-        """Make this rank's folder on all ranks, or use none on any."""
+        """Make every rank's folder; return None on all ranks if one cannot make it."""
         folder, problem = disk.root.parent, ""
         try:
             if not RUN_FOLDER.fullmatch(folder.name):
@@ -240,7 +246,7 @@ class LocalCheckpoints:
         return Offer(attempts, problems)
 
     def _attempt_that_saved(self, step: int) -> str:
-        """Return the attempt; CheckpointError if this rank cannot resume from the step."""
+        """Return the attempt that saved a step; CheckpointError if the rank cannot use it."""
         assert self._disk is not None
         index = read_index(files.step_directory(self._disk.root, step)).index
         match index.get("local"):

@@ -1,9 +1,9 @@
 """The mirror of a run: uploads of its published checkpoints to an object store.
 
-An upload is a `Transfer` as a save is: each rank puts its share of a published checkpoint into the
-store, in a thread, and reports; then rank 0 uploads what makes it count. No step waits for a store.
-If any rank fails, the upload has failed. After a pause the latest checkpoint is uploaded; the store
-may have some of its files already.
+An upload is a `Transfer`, like a save: each rank uploads its share of a published checkpoint in a
+thread and reports; then rank 0 uploads index, marker and mirror.json. No training step waits for a
+store. If any rank fails, the upload has failed; after a pause the checkpoint that is then the
+latest is uploaded, without the files that the store already has.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from pretrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-FINISH_SECONDS = 60.0  # that a run which ends or stops waits for its last upload
+FINISH_SECONDS = 60.0  # how long a run that ends or stops waits for its last upload
 FINISH_POLL_SECONDS = 0.1
 
 
 class Publication:
-    """Rank 0's part: run files, index and marker of a checkpoint, mirror.json, then deletions.
+    """Rank 0's part: upload run files, index, marker and mirror.json, then delete old checkpoints.
 
-    It remembers mirror.json, which no other attempt of the run writes. The run resumed from
-    `resumed_step`, and its checkpoints are on `disk`, in the run directory. Without a `history`
-    later steps in the store are given up.
+    After the first upload it keeps mirror.json in memory, since no other attempt of the run writes
+    it. The run resumed from `resumed_step`. With a `history`, a store that has later steps which
+    are not undone is refused; without, those steps are given up.
     """
 
     def __init__(
@@ -67,10 +67,7 @@ class Publication:
         self._is_deletion_logged = False
 
     def read(self) -> MirrorIndex | None:
-        """Return mirror.json as it is now, None if there is none.
-
-        Raises CheckpointError if another run has written it.
-        """
+        """Return the present mirror.json or None; CheckpointError if another run has written it."""
         try:
             index = self._store.index()
         except NotFetchedError as error:
@@ -85,10 +82,10 @@ class Publication:
         return index
 
     def publish(self, directory: Path, check: Check) -> None:
-        """Make the checkpoint count, once all ranks have uploaded their files."""
+        """Make the checkpoint valid in the store, once all ranks have uploaded their files."""
         index = self.read()
         if (stored := self._index) is None:
-            # A lost mirror.json takes no checkpoint with it that is whole in the store.
+            # If mirror.json was lost, list the folders that are complete, so that none is deleted.
             index = index or self._store.rebuilt_index(self._disk.run_id)
             if self._history is not None:
                 self._refuse_newer(index, self._history)
@@ -99,7 +96,7 @@ class Publication:
             for name in RUN_FILES:
                 copy = self._store.scratch / name
                 copy.write_bytes(b"")
-                # Of a file that grows the last line may be half there: readers skip it.
+                # The file may grow while it is copied. Readers skip a last line that is cut.
                 with contextlib.suppress(FileNotFoundError):
                     shutil.copyfile(self._disk.root.parent / name, copy)
                 run_files[name] = self._put(f"{new.folder}/{name}", copy, check)
@@ -116,7 +113,8 @@ class Publication:
     def _refuse_newer(self, index: MirrorIndex, history: AttemptHistory) -> None:
         """Raise CheckpointError if the store has a later step that is not undone.
 
-        The start would have taken it, had it known: the store was away, or another start uses it.
+        The start would have resumed from that step if it had seen it. So the store did not respond
+        then, or another start of the run writes to it.
         """
         for step in (checkpoint.step for checkpoint in index.checkpoints):
             if step > self._resumed_step:
@@ -134,7 +132,7 @@ class Publication:
         return content
 
     def _delete(self, stored: MirrorIndex, check: Check) -> None:
-        """Remove what is not kept; a store that does not allow it costs space, not the run."""
+        """Remove checkpoints that are not kept; warn once if the store does not allow it."""
         try:
             if not self._store.writable.can_delete:
                 raise CheckpointError(
@@ -143,7 +141,8 @@ class Publication:
 
             def may_delete() -> None:
                 check()
-                self._disk.may_write()  # a newer attempt may be uploading what is not listed yet
+                # A newer attempt may be uploading files that no mirror.json lists yet.
+                self._disk.may_write()
 
             self._store.remove_unnamed(stored, may_delete)
         except UserError as error:
@@ -169,7 +168,7 @@ class Upload(Transfer):
         self.started = time.monotonic()
 
     def _put(self) -> tuple[Report, dict[str, object]]:
-        self._publication.read()  # another run's folder gets no files
+        self._publication.read()  # raises before anything is put into another run's folder
         contents = sorted(read_index(self._directory).files.items())
         folder = StoredCheckpoint.of(self._directory).folder
         for name, content in contents[self._reports.rank :: self._reports.num_ranks]:
@@ -183,11 +182,11 @@ class Upload(Transfer):
 class Mirror:
     """Uploads checkpoints of one start of a run. All ranks call `agree` and `finish` together.
 
-    The checkpoints are on `disk`, up to `saved_step`, also where a start resumes from later local
-    ones. The store has `uploaded_step` (0: nothing) when the run resumes from
-    `resumed_step`; `history` is as in `Publication`. Rank 0 passes to `note` the seconds that the
-    upload of a step took, or why the step is not in the store. Leaving the context cancels an
-    upload in progress, which the next start continues. No error of a store is raised.
+    `disk` has the shared checkpoints up to `saved_step`; `resumed_step` is later if the run resumed
+    from a local one. The store has `uploaded_step` (0: nothing). `history` is as in `Publication`.
+    Rank 0 passes to `note` how many seconds the upload of a step took, or why the step is not in
+    the store. Leaving the context cancels an upload in progress; the next start continues it. No
+    error of a store is raised.
     """
 
     def __init__(
@@ -205,9 +204,10 @@ class Mirror:
         self._disk, self._world, self._note_step = disk, world, note
         self._stored_step = uploaded_step
         self._last_step = resumed_step if saved_step is None else saved_step
-        self._upload: Upload | None = None  # in progress, on rank 0
-        self._uploads = 0  # that were started
-        self._failure = ""  # of the last upload
+        # On rank 0 the upload in progress; on the others the last one, which may have ended.
+        self._upload: Upload | None = None
+        self._uploads_started = 0
+        self._failure = ""  # why the last upload failed
         if self.url:
             self._scratch = tempfile.TemporaryDirectory(
                 prefix="xl-pretrain-mirror-", ignore_cleanup_errors=True
@@ -223,12 +223,13 @@ class Mirror:
     def __exit__(self, *exception: object) -> None:
         if self.url:
             if self._upload is not None:
-                self._upload.stop()  # without waiting: a store that is silent would delay the run
+                # Not `cancel`, which waits: a store that does not respond would delay the run.
+                self._upload.stop()
             self._worker.end()
             self._scratch.cleanup()
 
     def held(self) -> Collection[int]:
-        """The step whose files on disk are needed (rank 0)."""
+        """The step being uploaded, whose files must not be pruned. For rank 0 alone."""
         return () if self._upload is None else (self._upload.step,)
 
     def is_due(self, published_step: int) -> bool:
@@ -242,7 +243,7 @@ class Mirror:
         return bool(self.url) and self._world.is_main and step not in (0, self._stored_step)
 
     def agree(self, is_due: bool, last_step: int) -> None:
-        """Upload the last save, of `last_step`, if rank 0 has decided that it `is_due`."""
+        """Note that `last_step` is the last save; if rank 0 decided so (`is_due`), upload it."""
         if not self.url:
             return
         self._last_step = last_step
@@ -251,19 +252,22 @@ class Mirror:
         if not is_due:
             return
         if self._upload is not None:
-            self._upload.stop()  # rank 0 knows of another rank that failed
-        self._uploads += 1
-        name = f"{self._disk.attempt}/upload/{self._uploads}"
+            # Rank 0 starts another upload only after the last one ended there. On this rank it may
+            # still run, if another rank's failure ended it.
+            self._upload.stop()
+        self._uploads_started += 1
+        name = f"{self._disk.attempt}/upload/{self._uploads_started}"
         self._upload = Upload(
             files.step_directory(self._disk.root, last_step),
             RankReports(name, self._world.rank, self._world.world_size),
             self._store,
             self._publication,
         )
-        self._worker.add(self._upload.run)  # after the previous one: two would write the same files
+        # One worker runs one upload after the other: two at once would write the same files.
+        self._worker.add(self._upload.run)
 
     def _note(self) -> None:
-        """Note what has become of the upload, and the first of failures in a row."""
+        """Note the result of an upload that has ended; of failures in a row, only the first."""
         if self._upload is None or not self._upload.is_ended:
             return
         upload, self._upload = self._upload, None
@@ -282,15 +286,16 @@ class Mirror:
         while_waiting: Callable[[], None] = lambda: None,
         stop_requests: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Return when the last checkpoint, which is published, is in the store, or time is over.
+        """Wait until the store has the last published checkpoint, for FINISH_SECONDS at most.
 
-        A request to stop ends the wait.
+        A collective. A new request to stop on any rank ends the wait.
         """
         if not self.url:
             return
         step = self._last_step
         deadline = time.monotonic() + FINISH_SECONDS
-        before, is_over = stop_requests(), False
+        before = stop_requests()
+        is_over = False
         while True:
             own = [self._lacks(step), self.is_due(step), is_over]
             is_lacking, is_due, is_over = on_any_rank(own)

@@ -5,8 +5,8 @@
             rank-00000.safetensors ...    the checkpoint's files, then index.json, then COMPLETE
             run.json config.yaml ledger.jsonl metrics.jsonl    the run as it was then
 
-A folder that mirror.json does not name does not exist for a reader, whatever is in it. What is kept
-and deleted there are pure functions of names, steps and hashes.
+Readers ignore a folder that mirror.json does not name. Which checkpoints are kept and which files
+are deleted are pure functions of names, steps and hashes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCRATCH = ".restore.tmp"  # in the run directory: renames need the same file sys
 LARGEST_ROOT_BYTES = 1 << 24
 LARGEST_INDEX_BYTES = 1 << 28
 MOST_STEPS = 99_999_999  # a step has eight digits in names
-# What goes along with a checkpoint, and how many bytes of it are read back.
+# The run's files that are uploaded with a checkpoint, and the most bytes that a restore reads.
 RUN_FILES = {
     "run.json": 1 << 20,
     "config.yaml": 1 << 20,
@@ -62,13 +62,13 @@ class StoredCheckpoint:
 
     @classmethod
     def of(cls, directory: Path) -> StoredCheckpoint:
-        """Return the checkpoint in a directory, as a store names it, without the run's files."""
+        """Return the entry for the checkpoint in a directory, without the run's files."""
         step = int(directory.name.removeprefix("step-"))
         return cls(step, content_of(directory / files.INDEX))
 
     @property
     def folder(self) -> str:
-        """Where its files are, below the URL."""
+        """The name of its folder below the URL."""
         return f"step-{self.step:08d}-{self.index.sha256[:16]}"
 
 
@@ -117,11 +117,11 @@ class MirrorIndex:
         return next(stored for stored in self.checkpoints if stored.step == step)
 
     def has(self, new: StoredCheckpoint) -> bool:
-        """Return whether it lists the checkpoint, not an earlier try of its step."""
+        """Return whether it lists this very checkpoint, not an earlier one of the same step."""
         return new.folder in [stored.folder for stored in self.checkpoints]
 
     def until(self, step: int) -> MirrorIndex:
-        """Return the index without later checkpoints: their steps are made again."""
+        """Return the index without later checkpoints, whose steps the run makes again."""
         return MirrorIndex(
             self.run, tuple(stored for stored in self.checkpoints if stored.step <= step)
         )
@@ -129,17 +129,17 @@ class MirrorIndex:
     def adding(
         self, new: StoredCheckpoint, on_disk: Collection[int], kept: CheckpointConfig
     ) -> MirrorIndex:
-        """Return the index with the new checkpoint and what the run keeps, or still has on disk."""
+        """Return the index with the new checkpoint and those that the run keeps or has on disk."""
         by_step = {stored.step: stored for stored in self.checkpoints} | {new.step: new}
         steps = sorted(by_step)
         old = files.steps_to_prune(steps, steps, kept.keep_last, kept.keep_every, on_disk)
         return MirrorIndex(self.run, tuple(by_step[step] for step in steps if step not in old))
 
     def unnamed(self, names: Sequence[str]) -> list[str]:
-        """Return the objects in folders of steps that it does not name, up to the last it does.
+        """Return the objects that may be deleted: in step folders that the index does not name.
 
-        Interrupted uploads leave some; later ones may be in progress. Nothing else under the URL is
-        ever deleted.
+        Interrupted uploads leave such folders. Those after the last step of the index may be
+        uploads in progress and are not returned, nor is anything else under the URL.
         """
         kept = {stored.folder for stored in self.checkpoints}
         last = max((stored.step for stored in self.checkpoints), default=-1)
@@ -173,8 +173,8 @@ def _stored_checkpoint(entry: _Entry) -> StoredCheckpoint:
 class ObjectStore:
     """The checkpoints of a run under a URL.
 
-    Every function may be interrupted at any point and called again: what the store has already is
-    only compared. Files arrive in `scratch`, where a directory in use becomes a whole one.
+    Every function may be interrupted at any point and called again: a file that is already there is
+    compared instead of transferred. Downloads are put together in `scratch` and then renamed.
     """
 
     def __init__(self, url: str, scratch: Path, retry_policy: RetryPolicy | None = None) -> None:
@@ -189,9 +189,10 @@ class ObjectStore:
         )
 
     def rebuilt_index(self, run: str) -> MirrorIndex:
-        """Return the index of the folders that are whole, for a mirror.json that was lost.
+        """Return an index of all complete folders, to replace a lost mirror.json.
 
-        Empty for a store from which nothing is ever deleted. DataError if it does not answer.
+        It is empty for a store that allows no deletion. Raises DataError if the store does not
+        respond.
         """
         checkpoints: dict[int, StoredCheckpoint] = {}
         names = sorted(self.writable.names()) if self.writable.can_delete else []
@@ -202,7 +203,7 @@ class ObjectStore:
         return MirrorIndex(run, tuple(checkpoints[step] for step in sorted(checkpoints)))
 
     def _stored(self, folder: str, step: int) -> StoredCheckpoint | None:
-        """Return what a folder says of itself; None if a file is missing or not its own."""
+        """Return the entry for a folder; None if a file is missing or of another checkpoint."""
         limits = {files.INDEX: LARGEST_INDEX_BYTES, **RUN_FILES}
         try:
             url = f"{self.url}/{folder}"
@@ -217,7 +218,7 @@ class ObjectStore:
         return stored if stored.folder == folder else None
 
     def _arrived(self, url: str, name: str, most: int) -> Path:
-        """Fetch a file of unknown content and at most `most` bytes; return where it is."""
+        """Fetch a file of unknown hash and at most `most` bytes; return its path."""
         path, store = self.scratch / name, store_at(url, self._policy)
         fetch_file(store, name, path, self.scratch, partial(size_problem, most=most), most)
         return path
@@ -225,8 +226,8 @@ class ObjectStore:
     def get(self, index: MirrorIndex, step: int, with_run: bool = True) -> Checkpoint:
         """Fetch a checkpoint, and the run's files with it, into `scratch`.
 
-        What is there already from an interrupted call is not fetched again. DataError if the store
-        does not answer.
+        Files from an interrupted call are not fetched again. Raises DataError if the store does not
+        respond.
         """
         stored, checkpoint = index.of(step), self.read_index(index, step)
         files.require_space(self.scratch, checkpoint.num_bytes)
@@ -242,7 +243,7 @@ class ObjectStore:
         return verify(target, index.run)
 
     def read_index(self, index: MirrorIndex, step: int) -> Checkpoint:
-        """Fetch what a checkpoint's own index says, without its files."""
+        """Fetch and return a checkpoint's index, without its files."""
         stored, target = index.of(step), files.step_directory(self.scratch, step)
         target.mkdir(parents=True, exist_ok=True)
         self._fetch(stored.folder, files.INDEX, target, stored.index)
@@ -279,16 +280,19 @@ class ObjectStore:
 
     @cached_property
     def writable(self) -> WritableStore:
-        """Opened when it is first needed: importing an SDK takes seconds."""
+        """The store for uploads; opened on first use, because importing its SDK takes seconds."""
         return WritableStore(self.url, self.scratch, self._policy)
 
     def put(self, name: str, path: Path, content: Content, check: Check) -> None:
-        """Upload a file unless the store has it; DataError unless the store returns `content`."""
+        """Upload a file unless the store has it; DataError unless the store then has `content`."""
         check()
         self.writable.put(name, path, content)
 
     def remove_unnamed(self, index: MirrorIndex, check: Check) -> None:
-        """Remove what the index does not name, markers first."""
+        """Remove the folders that the index does not name.
+
+        Markers go first, so that a folder that is half removed is not complete.
+        """
         names = index.unnamed(self.writable.names())
         markers = [name for name in names if name.endswith(f"/{files.MARKER}")]
         for group in (markers, [name for name in names if name not in markers]):

@@ -1,8 +1,9 @@
-"""What a start resumes from: all ranks look at the run directory, the nodes' disks and the stores.
+"""The search for the checkpoint that a start resumes from.
 
-Rank 0 lists what is there and asks `choose_candidate` (`facts.py`); all ranks verify its choice
-together, each its share of the files. If any of them rejects it, rank 0 notes why and asks again.
-What only a store has is first brought into the run directory, so there is one way to resume.
+Rank 0 lists the run directory and the object stores; every rank lists its own node's disk. Rank 0
+asks `choose_candidate` (`facts.py`) which checkpoint to try, and all ranks verify it together, each
+its share of the files. If a rank rejects it, rank 0 notes why and asks again. A checkpoint that
+only a store has is first fetched into the run directory, so there is one way to resume.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from pretrain.terminal.text import counted
 logger = logging.getLogger(__name__)
 
 FETCH_POLL_SECONDS = 0.2
-# A store is asked at every start, and one that is away must not delay one for minutes.
+# Every start asks each store; a store that does not respond must not delay the start for minutes.
 QUICK = RetryPolicy(attempts=2, timeout=5.0, bytes_per_second=4e6)
 NO_PAST = Past()
 
@@ -72,42 +73,42 @@ def find_resume_point(
     local: LocalCheckpoints | None = None,
     failed: Collection[Candidate] = (),
 ) -> Checkpoint | None:
-    """Return the latest whole checkpoint (of a step below `before`); None to start from scratch.
+    """Return the latest valid checkpoint (of a step below `before`); None to start from scratch.
 
-    Rank 0 reads the index for all; each rank hashes its share of the files. A checkpoint that one
-    rank rejects is rejected on all, logged, and gets a note (`note_refusal`). Candidates that have
-    `failed` a moment ago are not tried again. CheckpointError on all ranks where there is nothing
-    to resume from; where storage fails, only after the time of `retry`.
+    A collective. A checkpoint that one rank rejects is rejected on all, logged, and gets a note
+    (`note_refusal`). Candidates that have just `failed` to load are not tried again. Raises
+    CheckpointError on all ranks if the start is refused; if storage fails, the search is repeated
+    for the time of `retry` before.
     """
     retry = retry or StorageRetry()
     failures = WriteFailures(retry)
     failures.run_waits()
     while True:
-        look = _Look(root, world, run_id, before, retry, past, local)
+        search = _Search(root, world, run_id, before, retry, past, local)
         try:
-            checkpoint = look.find(failed)
+            checkpoint = search.find(failed)
         except UnreadableError as error:
-            rejected = look.rejected  # on rank 0
+            rejected = search.rejected  # empty except on rank 0
             problem = rejected[0].problem if rejected else str(error)
             failures.failed(problem, WAITS, "check the disk or file server")
             if broadcast_value(failures.is_over_limit, bool):  # rank 0's clock decides
-                look.report()
+                search.report()
                 raise
             with raise_on_all_ranks():
                 failures.pause()
         except CheckpointError:
-            look.report()
+            search.report()
             raise
         else:
             failures.ended()
-            look.report(checkpoint)
-            look.settle(checkpoint)
+            search.report(checkpoint)
+            search.note_history(checkpoint)
             return checkpoint
 
 
 @dataclass
-class _Look:
-    """One look at all destinations. What it lists is on rank 0 alone."""
+class _Search:
+    """One search of all destinations. Facts, candidates and stores are listed on rank 0 alone."""
 
     root: Path
     world: World
@@ -122,32 +123,32 @@ class _Look:
 
     @property
     def rejected(self) -> list[Candidate]:
-        """The candidates with problems, the latest first (rank 0)."""
+        """The candidates with problems, the latest step first; empty except on rank 0."""
         rejected = [candidate for candidate in self.candidates if candidate.problem]
         return sorted(rejected, key=lambda candidate: -candidate.step)
 
     def find(self, failed: Collection[Candidate]) -> Checkpoint | None:
-        """Return the first candidate that all ranks verify; CheckpointError if refused."""
+        """Return the first candidate that all ranks verify. Raises CheckpointError at a refusal."""
         self.facts = list(self.past.facts) if self.before is None else []
         self._list(failed)
         while True:
             choice = choose_candidate(self.facts, self.candidates, self.past.asked)
-            choice = broadcast_value(choice, Candidate | Refusal | None)  # rank 0's
+            choice = broadcast_value(choice, Candidate | Refusal | None)
             if isinstance(choice, Refusal):
-                raise (UnreadableError if choice.may_pass else CheckpointError)(choice.sentence)
-            if (candidate := choice) is None:
+                raise (UnreadableError if choice.is_transient else CheckpointError)(choice.sentence)
+            if choice is None:
                 return None
             try:
-                return self._get(candidate)
+                return self._get(choice)
             except OtherVersionError:
-                raise  # no damage: nothing older replaces it
-            except UndoneError:  # other ranks than 0 have listed nothing
-                self.candidates = [other for other in self.candidates if other != candidate]
+                raise  # not damaged: an older checkpoint would silently lose the newer steps
+            except UndoneError:
+                self.candidates = [other for other in self.candidates if other != choice]
             except CheckpointError as error:
-                may_pass = isinstance(error, UnreadableError)
-                refused = replace(candidate, problem=str(error), may_pass=may_pass)
+                is_transient = isinstance(error, UnreadableError)
+                refused = replace(choice, problem=str(error), is_transient=is_transient)
                 self.candidates = [
-                    refused if other == candidate else other for other in self.candidates
+                    refused if other == choice else other for other in self.candidates
                 ]
 
     def _list(self, failed: Collection[Candidate]) -> None:
@@ -156,7 +157,9 @@ class _Look:
             if not self.world.is_main:
                 return
             if not self.root.is_dir() and self.root.with_name("run.json").exists():
-                if self.past.asked is None:  # lost, as with a mount
+                # Every run has this directory from its first start on. Without it, say because a
+                # file system is not mounted, a start from scratch would replace the run.
+                if self.past.asked is None:
                     raise UnreadableError(
                         f"{self.root}: missing, although every run has it; bring it back"
                     )
@@ -186,30 +189,35 @@ class _Look:
             store = ObjectStore(url, scratch, QUICK)
             index = store.index()
             if index.run != self.run_id:
-                return  # nothing is uploaded there, either
+                return  # the folder of another run, where uploads are refused as well
             steps = []
             for step in (stored.step for stored in index.checkpoints):
-                later = step > least and self.before is None and self.past.asked is None
-                if not later or self._is_fact(store, index, step):
+                is_unknown = step > least and self.before is None and self.past.asked is None
+                if not is_unknown or self._admit_unknown(store, index, step):
                     steps.append(step)
         except (UserError, OSError) as error:
             if isinstance(error, NotFetchedError) and error.is_absent:
                 return
             text = os_error_text(error)
             logger.warning("%s: not asked for checkpoints: %s", url, text)
-            if lost := least or self.before or self.past.asked:
+            # The store may have the step that the run needs. As a candidate with a problem it keeps
+            # the start from going back further, and lets it try again.
+            lost = least or self.before or self.past.asked
+            if lost:
                 problem = f"{url} could not be asked ({text.partition(';')[0]})"
                 self.candidates.append(
-                    Candidate(lost, Destination.STORE, url, problem, may_pass=True)
+                    Candidate(lost, Destination.STORE, url, problem, is_transient=True)
                 )
             return
         self.stores[url] = ObjectStore(url, scratch), index
         self._add(steps, Destination.STORE, url)
 
-    def _is_fact(self, store: ObjectStore, index: MirrorIndex, step: int) -> bool:
-        """Return whether a step of the store that is unknown to the ledger may be resumed from.
+    def _admit_unknown(self, store: ObjectStore, index: MirrorIndex, step: int) -> bool:
+        """Add a stored step that the ledger lacks to the facts; return whether to offer it.
 
-        If the ledger lacks the start that saved it, the step is a fact all the same.
+        If the ledger lacks even the attempt that saved the step, the run directory is an older copy
+        of the run. Then the step is a fact that no start may go back behind, but not offered:
+        resuming from it would mix two histories.
         """
         history = self.past.history
         try:
@@ -217,14 +225,14 @@ class _Look:
             if not history.stands(step, attempt):
                 return False
             problem = (
-                f"{store.url} has step {step}, of which {self.root.parent} knows nothing, as an "
-                "older copy would ('pretrain checkpoint fetch' makes another run directory of it)"
+                f"{store.url} has step {step}, which {self.root.parent} does not know, as it is "
+                "an older copy ('pretrain checkpoint fetch' restores the step elsewhere)"
             )
             if not attempt or not history.standing or attempt in history.standing:
                 problem = ""
         except CheckpointError as error:
             if step in self.past.saved:
-                return False  # the ledger knows it, as undone: it is later than all that stands
+                return False  # the ledger has it, but newer than every fact: it was undone
             problem = str(error)
         self.facts.append(Fact(step, Destination.STORE, store.url))
         if not problem:
@@ -263,7 +271,10 @@ class _Look:
         return self.past.history.stands(checkpoint.step, checkpoint.attempt)
 
     def _bring(self, candidate: Candidate) -> None:
-        """Bring a checkpoint of a store into the run directory; meanwhile all ranks show life."""
+        """Fetch a checkpoint of a store into the run directory. A collective.
+
+        Rank 0 fetches in a thread, so that all ranks can report progress to their watchdogs.
+        """
         problems: list[UserError] = []
 
         def fetch() -> None:
@@ -295,44 +306,53 @@ class _Look:
                 raise problem
 
     def report(self, checkpoint: Checkpoint | None = None) -> None:
-        """Log what was rejected and what is used instead; note it in what is on disk."""
+        """Log which checkpoints were rejected and which one is used; note it in those on disk."""
         if not self.world.is_main:
             return
         for candidate in self.rejected:
             step, problem = candidate.step, candidate.problem
+            # The same step, fetched from a store, has replaced the damaged directory.
             is_repaired = checkpoint is not None and checkpoint.step == step
             if candidate.destination is Destination.RUN_DIRECTORY and not is_repaired:
                 directory = files.step_directory(self.root, step)
                 refuse(directory, problem, step_name(checkpoint), self.world)
             elif candidate.destination is Destination.NODES:
                 logger.warning("local checkpoints of step %d are not used: %s", step, problem)
-            elif not candidate.may_pass:
+            elif not candidate.is_transient:
                 logger.warning("%s", rejection(problem, step_name(checkpoint)))
 
-    def settle(self, checkpoint: Checkpoint | None) -> None:
-        """Let later steps than the start's count for nothing, until a save replaces them."""
+    def note_history(self, checkpoint: Checkpoint | None) -> None:
+        """Note in all later checkpoints that they are undone: nothing counts them as progress.
+
+        A save of the same step replaces the directory with its note.
+        """
         step = checkpoint.step if checkpoint is not None else 0
         if self.world.is_main and self.before is None:
             with contextlib.suppress(CheckpointError):
                 for other in files.steps_on_disk(self.root):
-                    self._settle(files.step_directory(self.root, other), other, step)
+                    self._note_undone(files.step_directory(self.root, other), other, step)
         if self.world.is_main:
             shutil.rmtree(self.root.with_name(SCRATCH), ignore_errors=True)
         if self.local is not None and self.before is None:
-            self.local.tell_unused(step, newest(self.facts, Destination.NODES))
+            self.local.log_unused(step, newest(self.facts, Destination.NODES))
 
-    def _settle(self, directory: Path, other: int, step: int) -> None:
-        """Note whether a checkpoint is part of the run's history, which is at `step`."""
+    def _note_undone(self, directory: Path, other: int, step: int) -> None:
+        """Note that the checkpoint of `other` is undone if the run resumes from an earlier `step`.
+
+        Remove a wrong note if the run resumes from a later one.
+        """
         if other > step and not (directory / files.REFUSED).exists():
             note_refusal(directory, f"{UNDONE} to step {step}")
         elif other < step and is_undone(directory):
             with contextlib.suppress(CheckpointError):  # damaged: the note stays
+                # A start wrote the note, then ended before the ledger had its TrainingBegan: the
+                # run did not go back.
                 if self._stands(read_index(directory, self.run_id)):
-                    note_refusal(directory, "")  # noted by a start that never began
+                    note_refusal(directory, "")
 
 
 def refuse(directory: Path, reason: str, using: str, world: World) -> None:
-    """Log that a checkpoint is not used, and what is instead; note it there."""
+    """Log why a checkpoint is rejected and which one is used; note the reason in its directory."""
     if world.is_main:
         logger.warning(rejection(reason, using))
         note_refusal(directory, reason)

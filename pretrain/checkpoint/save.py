@@ -3,14 +3,13 @@
     loop     save() | forward, backward, ... | wait_for_copy | update | forward ...       | finish()
     thread          | copy ................. | write, hash, fsync ..... | publish (rank 0) |
 
-While the thread copies, weights, moments, EMA and the tensors of lane memories must not change. The
-loop needs no lock for that: forward and backward passes change none of them (gradients are not
-saved, and a memory is replaced by a new tensor), so it only has to wait before the update.
-Counters, cursors and settings are read before that. On a GPU the copy runs on a separate stream,
-into pinned memory.
+While the thread copies, weights, moments, EMA and the tensors of lane memories must not change.
+Forward and backward passes change none of them: gradients are not saved, and a new memory is a new
+tensor. So the loop needs no lock and waits only before the update. Counters, cursors and settings
+are read before the thread starts. On a GPU the copy runs on a separate stream, into pinned memory.
 
-It is a thread rather than a process because hashing and writing release the interpreter lock, and
-nothing has to be shared.
+A thread is enough because hashing and writing release the interpreter lock; a process would need
+the tensors in shared memory.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class RankFile:
         return cls(tensors, lay_out(tensors))
 
     def pieces(self, rank: int) -> dict[str, Any]:
-        """Return what the rank reports of the pieces of parameters in it."""
+        """Return the rank's report of the parameters' elements in the file."""
         elements = {
             key: sum(piece.numel() for piece in pieces)
             for key, pieces in self.tensors.items()
@@ -84,9 +83,9 @@ def owned_fragments(engine: Engine) -> SplitTensors:
 def new_index(
     run_id: str, config: dict[str, Any], engine: Engine, state: TrainState, **more: Any
 ) -> dict[str, Any]:
-    """Return the index without its lists, of one rank unless there is `more`.
+    """Return the index without the ranks' reports; `more` has fields that add or replace.
 
-    Called before the thread writes: engine and state change meanwhile.
+    Call it before the thread starts: engine and state change while it writes.
     """
     return {
         "run": run_id,
@@ -101,9 +100,10 @@ def new_index(
 
 
 class Save(Transfer):
-    """The transfer of the live tensors of a rank's file to a disk.
+    """The transfer of a rank's live tensors to a disk.
 
-    `index` is the checkpoint's without its lists, `report` what this rank adds to them.
+    `index` lacks the ranks' reports; `report` is this rank's. Rank 0 calls `then` when the
+    checkpoint is published.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class Save(Transfer):
         self._disk, self._rank_file = disk, rank_file
         self._index, self._report = index, report
         self._buffer, self._then = buffer, then
-        self._computed: torch.cuda.Event | None = None  # all that will be saved
+        # Reached on the GPU when all kernels that write the saved tensors are done.
+        self._computed: torch.cuda.Event | None = None
         if buffer.device.type == "cuda":
             self._computed = torch.cuda.Event()
             self._computed.record(torch.cuda.current_stream(buffer.device))
@@ -151,14 +152,15 @@ class Save(Transfer):
         with _separate_stream(self._buffer.device, self._computed):
             host = self._buffer.with_bytes(layout.num_bytes)
             copy_to_host(self._rank_file.tensors, layout, host)
-        # What was live is not kept until the file is written, or the next save.
+        # Drop the references to live tensors, so that old memories are freed before the file is
+        # written.
         self._rank_file = RankFile({}, layout)
         return host
 
 
 @contextlib.contextmanager
 def _separate_stream(device: torch.device, computed: torch.cuda.Event | None) -> Iterator[None]:
-    """Run the block's copies after `computed`, alongside the loop's work, and wait for them."""
+    """Run the block's copies on a separate stream after `computed`, and wait for them."""
     if computed is None:
         yield
         return

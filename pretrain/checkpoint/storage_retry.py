@@ -1,11 +1,11 @@
-"""Trying again where storage fails: a run continues while its directory cannot be written.
+"""Retries of writes and reads while storage fails. Torch-free.
 
-A disk is full until a user frees space, a server is away until it is back. Neither is the run's
-mistake, and most failures pass. Writers therefore note failures in `WriteFailures`, which says when
-to try again and when to give up. What happens meanwhile differs: training continues past a save
-that failed, but a rewind waits until the ledger has it.
+A disk is full until a user frees space; a file server is away until it is back. The run did
+nothing wrong and can wait. Writers note each failure in `WriteFailures`, which decides when to try
+again and when to give up. Until then training continues after a failed save, but a rewind waits
+until the ledger has recorded it.
 
-A run tries for `checkpoint.storage_patience_seconds`; commands try once. Torch-free.
+A run tries for `checkpoint.storage_patience_seconds`; commands try once.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class Clock:
-    """Time as it passes; tests let it pass at once."""
+    """The monotonic clock. Tests replace it by one that does not wait."""
 
     def now(self) -> float:
-        """Return seconds since any moment."""
+        """Return seconds since an arbitrary moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Return after these seconds."""
+        """Wait for these seconds."""
         time.sleep(seconds)
 
 
@@ -48,11 +48,10 @@ CLOCK = Clock()
 
 @dataclass(frozen=True)
 class StorageRetry:
-    """How long to try again where storage fails.
+    """How many seconds to try again while storage fails.
 
-    In a pause `while_waiting` is called about once a second; what it raises ends the wait.
-    `stop_requests` counts the requests to stop so far; one that comes while the run waits ends the
-    wait.
+    During a pause `while_waiting` is called about once a second; what it raises ends the wait.
+    `stop_requests` returns how many requests to stop have come; a new one ends the wait, too.
     """
 
     seconds: float = 0.0
@@ -62,15 +61,16 @@ class StorageRetry:
 
 
 class WriteFailures:
-    """Failures in a row of one kind of write, and the pauses between tries."""
+    """Consecutive failures of one kind of write, and the pauses between tries."""
 
     def __init__(self, retry: StorageRetry) -> None:
         self._retry = retry
         self._since: float | None = None
         self._pause = self._next_try = 0.0
         self._problem = self._remedy = ""
-        self._stop_requests: int | None = None  # when the run began to wait, if it does
-        self._told = False  # that it waits
+        # The number of stop requests when the run began to wait; None if it continues meanwhile.
+        self._stop_requests: int | None = None
+        self._is_wait_logged = False
 
     @property
     def is_due(self) -> bool:
@@ -85,11 +85,11 @@ class WriteFailures:
         )
 
     def failed(self, problem: str, meanwhile: str, remedy: str = ANY_REMEDY) -> None:
-        """Note a failure; the first one is logged with what happens `meanwhile`."""
+        """Note a failure; log the first one, with what happens `meanwhile`."""
         now = self._retry.clock.now()
         self._problem, self._remedy = problem, remedy
         waits = self._stop_requests is not None
-        is_news = self._since is None or (waits and not self._told)
+        is_news = self._since is None or (waits and not self._is_wait_logged)
         if self._since is None:
             self._since, self._pause = now, FIRST_PAUSE
         else:
@@ -97,14 +97,15 @@ class WriteFailures:
         if is_news and not self.is_over_limit:
             limit = self._since + self._retry.seconds - now
             most = f" for up to {duration(limit)}" if math.isfinite(limit) else ""
-            what, end = (WAITS, f"; {HOW_TO_STOP}") if waits else (meanwhile, "")
-            logger.warning("%s; %s, and tries again%s%s", problem, what, most, end)
-            self._told = waits
-        # The last try comes at the end of the time.
+            end = f"; {HOW_TO_STOP}" if waits else ""
+            meanwhile = WAITS if waits else meanwhile
+            logger.warning("%s; %s, and tries again%s%s", problem, meanwhile, most, end)
+            self._is_wait_logged = waits
+        # The last pause is cut, so that one more try is made when the time is over.
         self._next_try = min(now + self._pause, max(now, self._since + self._retry.seconds))
 
     def run_waits(self) -> None:
-        """Note that the run does nothing else from now on, so that a request to stop ends it."""
+        """Note that the run only waits from now on, so that a request to stop ends it."""
         self._stop_requests = self._retry.stop_requests()
 
     def ended(self) -> None:
@@ -112,7 +113,8 @@ class WriteFailures:
         if self._since is not None:
             away = duration(self._retry.clock.now() - self._since)
             logger.warning("works again after %s: %s", away, self._problem)
-        self._since, self._told = None, False
+        self._since = None
+        self._is_wait_logged = False
 
     def pause(self) -> None:
         """Wait until the next try; StorageError if the run is asked to stop while it waits."""
@@ -136,9 +138,9 @@ class WriteFailures:
 
 
 def with_retries(retry: StorageRetry, act: Callable[[], T]) -> T:
-    """Return what `act` returns, trying it again after each OSError.
+    """Call `act` until it raises no OSError, and return its result.
 
-    StorageError once the time is over; the OSError itself where nothing is tried again.
+    Raises StorageError when the time is over, and the OSError itself if `retry` allows no time.
     """
     failures = WriteFailures(retry)
     failures.run_waits()

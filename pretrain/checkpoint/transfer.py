@@ -1,11 +1,11 @@
-"""Bringing a checkpoint to a destination: each rank its files, and rank 0 what makes them count.
+"""Transfers of a checkpoint to a destination: each rank puts its files there, rank 0 publishes.
 
-A save and an upload are each a `Transfer`: a rank puts its files into the destination, and reports
-them once they are there; rank 0 publishes when it has all reports. They go through the store where
-the ranks met. The threads use no collectives, which would be interleaved with the loop's in another
-order on each rank; and to look for files of thousands of ranks is slow, because a network file
-system answers for a minute from its cache that a name does not exist. Rank 0 asks the store how
-many reports there are, then takes all at once.
+A save and an upload are each a `Transfer`. A rank puts its files into the destination and then
+posts a report; rank 0 collects all reports and writes the index and the marker, which make the
+checkpoint valid. Transfers run in threads, so they use no collectives: each rank would interleave
+them with the loop's in another order. Reports go through the store of the ranks' rendezvous. To
+poll for the files of thousands of ranks would be slow, because a network file system may cache for
+a minute that a name does not exist.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SaveProblem:
     """Why a rank's part of a save failed."""
 
     text: str
-    may_pass: bool = True  # storage failed, so a later save may succeed
+    is_transient: bool = True  # storage or host memory failed, so a later save may succeed
     remedy: str = "free disk space"
 
     @classmethod
@@ -51,25 +51,26 @@ class SaveProblem:
             return error.problem
         if isinstance(error, OSError):
             return cls(os_error_text(error), remedy=remedy_of(error))
-        if isinstance(error, CheckpointError):  # rank 0 does not see what a rank has written
+        # Rank 0 does not find in the directory what a rank reports that it has written there.
+        if isinstance(error, CheckpointError):
             return cls(str(error), remedy="check the disk or file server")
         if is_out_of_memory(error):
             return cls(f"out of host memory ({error!r})"[:300], remedy="free host memory")
         text = (str(error) if isinstance(error, UserError) else "") or repr(error)
-        return cls(text, may_pass=False, remedy="")
+        return cls(text, is_transient=False, remedy="")
 
 
 class RankFailed(Exception):
-    """Another rank has failed, so that its files will not come."""
+    """Raised on rank 0: another rank has failed, so its files will not come."""
 
     def __init__(self, problem: SaveProblem) -> None:
         self.problem = problem
 
 
 class RankReports:
-    """The reports of one transfer; its `name` is the same on all ranks, and unique.
+    """The ranks' reports of one transfer, whose unique `name` is the same on all ranks.
 
-    They go through the store of the ranks' process group by default; a single rank has its own.
+    By default they go through the process group's store, or, with one rank, its own store.
     """
 
     def __init__(self, name: str, rank: int, num_ranks: int, store: Store | None = None) -> None:
@@ -81,20 +82,22 @@ class RankReports:
     def post(self, report: Mapping[str, Any], pieces: Mapping[str, Any]) -> None:
         """Report what this rank has written; does not wait for rank 0."""
         content = encoded(report, pieces)
-        self._store.set(str(self.rank), cast("str", content))  # bytes are as good
+        # Declared for str; bytes work too.
+        self._store.set(str(self.rank), cast("str", content))
         self._store.add("count", 1)
 
     def post_failure(self, problem: SaveProblem) -> None:
-        """Report, unless this is rank 0, that there will be no report of this rank."""
+        """Report that this rank has failed. On rank 0, which would read it, do nothing."""
         if self.rank:
             problem = replace(problem, text=f"rank {self.rank}: {problem.text}")
-            with contextlib.suppress(RuntimeError):  # rank 0 is gone, as every rank will notice
+            # A RuntimeError means that rank 0 is gone, which the next collective reports.
+            with contextlib.suppress(RuntimeError):
                 self._store.set(FAILURE, json_text(asdict(problem)))
 
     def collect(self, while_waiting: Callable[[], None]) -> list[Report]:
-        """Return the reports in rank order (rank 0); RankFailed as soon as a rank posts a failure.
+        """Wait for all reports and return them in rank order. For rank 0 alone.
 
-        `while_waiting` may raise.
+        Raises RankFailed as soon as a rank posts a failure, and what `while_waiting` raises.
         """
         while self._store.add("count", 0) < self.num_ranks:
             while_waiting()
@@ -104,7 +107,7 @@ class RankReports:
         return decoded(self._store.multi_get([str(rank) for rank in range(self.num_ranks)]))
 
     def clear(self) -> None:
-        """Remove what has been collected from the store: a request for each rank (rank 0)."""
+        """Remove the reports from the store, with one request for each. For rank 0 alone."""
         for name in (*map(str, range(self.num_ranks)), "count"):
             self._store.delete_key(name)
 
@@ -132,16 +135,18 @@ def decoded(contents: Sequence[bytes]) -> list[Report]:
 
 
 class Transfer(ABC):
-    """A rank's part in bringing a checkpoint to a destination, which `run` does in a thread.
+    """A rank's part of a transfer, which `run` does in a thread.
 
-    `_put` brings the rank's files there and returns what it reports; rank 0's then `_publish`es.
+    `_put` brings the rank's files to the destination and returns the report and its pieces. Rank 0
+    then makes the checkpoint valid there by `_publish`.
     """
 
     def __init__(self, step: int, reports: RankReports) -> None:
         self.step, self._reports = step, reports
         self._written, self._ended = threading.Event(), threading.Event()
         self._canceled = threading.Event()
-        self.is_published = False  # as far as this rank knows: rank 0 knows first
+        # Set on rank 0 alone; other ranks learn the result by the loop's exchanges.
+        self.is_published = False
         self._problem: SaveProblem | None = None
 
     @abstractmethod
@@ -152,21 +157,23 @@ class Transfer(ABC):
 
     def run(self) -> None:
         try:
-            # Its report tells rank 0 that all this rank's files are there.
+            # Post only when all files are there: rank 0 publishes once it has all reports.
             self._reports.post(*self._put())
             self._written.set()
             if self._reports.rank == 0:
                 self._publish(self._reports.collect(self.check))
                 self.is_published = True
                 self._reports.clear()
-        except Exception as error:  # the loop asks for it, and every rank then raises it
+        # Do not raise in the thread. The loop reads `problem` and tells it to all ranks, which then
+        # give up the save together.
+        except Exception as error:
             self._problem = SaveProblem.of(error)
             self._reports.post_failure(self._problem)
         finally:
             self._end()
 
     def _end(self) -> None:
-        """Wake those that wait, also after an error."""
+        """Wake the threads that wait, also after an error."""
         self._written.set()
         self._ended.set()
 
@@ -176,24 +183,27 @@ class Transfer(ABC):
 
     @property
     def problem(self) -> SaveProblem | None:
-        """Why this rank has failed, if it has; does not wait."""
+        """Why this rank has failed so far, or, on rank 0, any rank; None if none has."""
         return self._problem
 
     def wait(self) -> SaveProblem | None:
-        """Wait until this rank's file is there and, on rank 0, all are published; else why not."""
+        """Wait until this rank's files are there; on rank 0, until the checkpoint is published.
+
+        Returns the problem if that failed.
+        """
         (self._written if self._reports.rank else self._ended).wait()
         return None if self.is_published else self._problem
 
     def stop(self) -> None:
-        """Let it put and publish nothing more."""
+        """Request the end of the transfer: it writes and publishes nothing more."""
         self._canceled.set()
 
     def cancel(self) -> None:
-        """Stop it, and wait until it has ended."""
+        """Request the end of the transfer and wait for it."""
         self.stop()
         self._ended.wait()
 
     def check(self) -> None:
-        """Raise SaveCanceled if it was stopped."""
+        """Raise SaveCanceled if the end was requested."""
         if self._canceled.is_set():
             raise SaveCanceled

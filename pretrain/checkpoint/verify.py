@@ -1,11 +1,11 @@
 """Verifying checkpoints, and finding the latest valid one. Torch-free.
 
-`verify` alone decides whether a checkpoint is good: marker -> index -> files is a chain of hashes
-over every byte, which anything truncated, exchanged between ranks or copied from another step
-breaks. It reads everything, so the questions that are asked often (what to prune, how far a run is)
-go to `counts`: marker, index and sizes are right, and no start has rejected the checkpoint, which
-leaves a note in it (`REFUSED`). There is no `latest` link to go stale: the latest valid checkpoint
-is found by verifying from the end.
+`verify` alone decides whether a checkpoint is valid. The marker has the hash of the index, and the
+index the hashes of all files, so a file that is truncated, exchanged between ranks or copied from
+another step does not match. `verify` reads every byte. Frequent questions (what to prune, how far a
+run is) use `counts` instead: marker, index and sizes are right, and no start has left a note
+(`REFUSED`) that it rejected the checkpoint. There is no `latest` link that could be wrong: the
+latest valid checkpoint is found by verifying from the newest step back.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pretrain.checkpoint.index import Checkpoint, Lease, read_index, read_whole,
 from pretrain.checkpoint.pieces import rank_elements, require_pieces
 from pretrain.errors import CheckpointError, OtherVersionError, PrunedError, UnreadableError
 
-UNDONE = "from before the run went back"  # starts the note of a step that its history left
-MOST_REFUSED_BYTES = 1 << 28  # of indexes that are read in vain for the latest step
+UNDONE = "from before the run went back"  # the start of the note in an undone checkpoint
+MOST_REFUSED_BYTES = 1 << 28  # of wrong indexes that a search for the latest step reads
 
 
 def rank_share(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Return the numbers of the files that a rank hashes: consecutive ones, of equal bytes.
+    """Return the numbers of the files that a rank hashes: consecutive, about equal bytes per rank.
 
-    A rank hashes about what it will read if the ranks that saved were the same, so that its node
-    has that in memory by then. With more ranks than files, some have nothing.
+    With the same number of ranks as at the save, a rank hashes its own file, which is then in its
+    node's page cache when the rank loads it. With more ranks than files, some hash nothing.
     """
     total = sum(sizes) or 1
     share, before = [], 0
@@ -46,8 +46,7 @@ def rank_share(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
 def verify(directory: Path, run_id: str = "") -> Checkpoint:
     """Read and check a checkpoint of the run; CheckpointError names the first file that is wrong.
 
-    Whatever keeps a file from being read is an error of that kind, too. A step that a run made
-    again meanwhile is read again.
+    If the run replaces the checkpoint by a new one of the same step meanwhile, read that one.
     """
     while True:
         before = _identity(directory)
@@ -62,7 +61,7 @@ def verify(directory: Path, run_id: str = "") -> Checkpoint:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Return what another directory of the same name does not share; None if there is none."""
+    """Return what tells the directory from a later one of its name; None if it does not exist."""
     with contextlib.suppress(OSError):
         status = directory.stat()
         return status.st_ino, status.st_ctime_ns
@@ -70,9 +69,10 @@ def _identity(directory: Path) -> tuple[int, int] | None:
 
 
 def verify_and_keep(directory: Path, run_id: str = "") -> Checkpoint:
-    """Verify a checkpoint of a run that may train: it is not pruned as long as the result is there.
+    """Verify a checkpoint and keep the run, which may be training, from pruning it.
 
-    PrunedError if it was before. Where nothing can be locked, it may go at any moment.
+    The returned checkpoint holds a lease for that. Where files cannot be locked, the run may prune
+    it at any moment. Raises PrunedError if that has happened.
     """
     lease = Lease(directory)
     try:
@@ -84,9 +84,9 @@ def verify_and_keep(directory: Path, run_id: str = "") -> Checkpoint:
 
 
 def check_share(checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> None:
-    """Read and check a rank's share of the files; CheckpointError as above.
+    """Read and check a rank's share of the files; raise CheckpointError as `verify` does.
 
-    Ranks that verify together call it after one of them has read the index for all.
+    When ranks verify together, rank 0 first reads the index for all.
     """
     sizes = [report["bytes"] for report in checkpoint.rank_reports]
     for number in rank_share(sizes, rank, world_size):
@@ -112,7 +112,8 @@ def steps_that_count(root: Path) -> list[int]:
 def latest_step(root: Path, before: int | None = None) -> int:
     """Return how far a run is: the step of its latest checkpoint that `counts`; 0 if none does.
 
-    Gives up after MOST_REFUSED_BYTES of wrong indexes: sparse files cost another user nothing.
+    Gives up after MOST_REFUSED_BYTES of wrong indexes: another user could make huge ones at no
+    cost, as sparse files.
     """
     left = MOST_REFUSED_BYTES
     for step in reversed(steps_on_disk(root)):
@@ -129,9 +130,8 @@ def latest_step(root: Path, before: int | None = None) -> int:
 def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Checkpoint | None:
     """Return the latest checkpoint that verifies and belongs to the run; None without checkpoints.
 
-    `say` gets a line for each checkpoint that is skipped. Raises CheckpointError if there are
-    checkpoints and none is valid: to start from scratch would throw the run away. One of another
-    version is not damaged: OtherVersionError.
+    `say` receives a line for each skipped checkpoint. Raises CheckpointError if there are
+    checkpoints and none is valid, and OtherVersionError at one that another version wrote.
     """
     while True:
         steps = [step for step in steps_on_disk(root) if not is_undone(step_directory(root, step))]
@@ -147,12 +147,13 @@ def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Ch
             except CheckpointError as error:
                 rejected.append(error)
         if valid is not None or not was_pruned:
-            break  # else newer ones are there by now
+            break
+        # The run pruned a checkpoint meanwhile, so it has a newer one by now: look again.
     for error in rejected:
         say(rejection(str(error), step_name(valid)))
     if steps and valid is None:
-        may_pass = any(isinstance(error, UnreadableError) for error in rejected)
-        raise (UnreadableError if may_pass else CheckpointError)(
+        is_transient = any(isinstance(error, UnreadableError) for error in rejected)
+        raise (UnreadableError if is_transient else CheckpointError)(
             f"{root}: none of its {len(rejected)} checkpoints is valid; of the latest, "
             f"{rejected[0]}; put back a copy, or start the run to resume from its mirror"
         )
@@ -160,7 +161,7 @@ def latest_valid(root: Path, say: Callable[[str], None], run_id: str = "") -> Ch
 
 
 def rejection(reason: str, used: str = "") -> str:
-    """Return the line about a checkpoint that is skipped, and what is `used` instead."""
+    """Return the message that a checkpoint is skipped, and which one is `used` instead."""
     return f"checkpoint rejected: {reason}" + (f"; using {used}" if used else "")
 
 
@@ -171,7 +172,8 @@ def step_name(checkpoint: Checkpoint | None) -> str:
 
 def note_refusal(directory: Path, refused: str) -> None:
     """Note in the checkpoint why it was refused, for `counts`; '' removes the note."""
-    # A disk that cannot be written does not matter: the next start reads everything again.
+    # The note only saves time, so a disk that cannot be written is no error: the next start
+    # verifies the checkpoint again.
     with contextlib.suppress(OSError):
         if refused:
             write_text(directory / REFUSED, refused + "\n")

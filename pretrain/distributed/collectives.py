@@ -1,7 +1,7 @@
-"""What ranks agree on, sum and tell each other: flags, tensors, small values and errors.
+"""Collectives for flags, tensors, small values and errors.
 
-Values travel as JSON: torch's own collectives for objects unpickle, and with that execute, what a
-peer sends.
+Values are sent as JSON. torch's collectives for objects unpickle what a peer sends, and a pickle
+can execute any code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KINDS = {
 
 
 def any_rank(flag: bool) -> bool:
-    """Return whether the flag is set on any rank. It uses gloo: the accelerator does not wait."""
+    """Return whether the flag is set on any rank. Uses gloo, so no GPU has to be synchronized."""
     return on_any_rank([flag])[0]
 
 
@@ -75,14 +75,11 @@ def exchange_parts(
 
 
 def broadcast_value(value: T, kind: Any) -> T:
-    """Return, on every rank, the small value of the type `kind` that rank 0 passes.
-
-    `kind` is any type that `from_json` knows.
-    """
+    """Return rank 0's small `value`, of a type `kind` that `from_json` knows, on every rank."""
     if dist.get_world_size() == 1:
         return value
     message = _encoded(value)
-    size = torch.tensor([message.numel()])  # the others have to make room first
+    size = torch.tensor([message.numel()])  # sent first: receivers need a tensor of this size
     dist.broadcast(size, src=0)
     if dist.get_rank() != 0:
         message = torch.empty(_checked_size(0, size), dtype=torch.uint8)
@@ -105,7 +102,7 @@ def gather_values(value: T, kind: Any) -> list[T]:
 def gather_present(value: T | None, kind: Any) -> list[T]:
     """Return the values of the ranks that have one, in rank order.
 
-    One exchange of a flag where no rank has one, as nearly always.
+    In the usual case, no value on any rank, this costs one exchange of a flag.
     """
     if not any_rank(value is not None):
         return []
@@ -114,9 +111,9 @@ def gather_present(value: T | None, kind: Any) -> list[T]:
 
 @contextlib.contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Run the block on every rank; if any raises a UserError or an OSError, every rank raises the
-    first one."""
-    # A rank that raised alone would leave the others waiting for it in their next collective.
+    """Run the block on every rank; then raise the UserError or OSError of the first rank that has
+    one, on all ranks."""
+    # A rank that raised alone would leave the others waiting in their next collective.
     problem, cause = None, None
     try:
         yield
@@ -127,7 +124,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 def read_on_main(world: World, read: Callable[[], T], kind: Any) -> T:
-    """Return, or raise, on every rank what `read` does on rank 0; it is of the type `kind`."""
+    """Call `read` on rank 0; return its result, of type `kind`, or raise its error on all."""
     value: Any = None
     with raise_on_all_ranks():
         value = read() if world.is_main else None
@@ -136,7 +133,7 @@ def read_on_main(world: World, read: Callable[[], T], kind: Any) -> T:
 
 @dataclass(frozen=True)
 class RankProblem:
-    """A UserError, or an OSError with its number, as ranks tell each other about it."""
+    """A UserError, or an OSError with its number, in the form that ranks exchange."""
 
     kind: str
     message: str
@@ -153,7 +150,7 @@ class RankProblem:
         return cls(next(kinds, UserError.__name__), str(error))
 
     def error(self) -> UserError | OSError:
-        """Return the same error, with the same meaning and exit status as on its rank."""
+        """Return the error as it was raised: the same class, so the same exit status."""
         if self.number is not None:
             return OSError(self.number, self.message, self.path)
         return _KINDS.get(self.kind, UserError)(self.message)

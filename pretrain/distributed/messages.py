@@ -1,9 +1,9 @@
-"""Exchanges of small tensors in log2(ranks) rounds, and the threads that wait for them.
+"""Exchanges of small tensors in log2(ranks) rounds, and a thread that can wait for them.
 
-For tensors in host memory, gloo's own all-reduce and all-gather are rings: thousands of hops for a
-few bytes. Here a rank sends one message and waits for one in each round, to and from ranks that are
-1, 2, 4, 8 and so on away. PyTorch's flight recorder does not see messages between two ranks, so
-`describe_waits` names the rank that this one waits for.
+For tensors in host memory, gloo's all-reduce and all-gather are rings: among thousands of ranks,
+thousands of hops for a few bytes. Here a rank sends one message and receives one in each round, to
+and from the ranks at distance 1, 2, 4, 8 and so on. PyTorch's flight recorder does not record
+messages between two ranks, so `describe_waits` names the rank that this one waits for.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# A tag for the loop's exchanges and one for those in the background, since both go on at once.
-# Nothing else in a run sends messages between two ranks, and torch's own tag is 0.
+# The loop and the background thread exchange messages at the same time; tags keep these apart.
+# Nothing else in a run sends messages between two ranks, and torch's default tag is 0.
 LOOP_TAG, BACKGROUND_TAG = 2, 1
 
 
 @dataclass
 class _Wait:
-    """The rank that the exchanges with a tag wait for. The n-th is the same one on all ranks."""
+    """The rank that the exchanges with a tag wait for. Exchange n is the same one on all ranks."""
 
     whose: str
     number: int = 0
@@ -49,20 +49,21 @@ class _Messages:
         _WAITS[self.tag].number += 1
 
     def swap(self, message: Tensor, distance: int, received: Tensor) -> None:
-        """Send to the rank at this distance, and receive from the one as far the other way."""
+        """Send `message` to the rank at this distance ahead; receive from the one as far behind."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         wait, sender = _WAITS[self.tag], (rank - distance) % world_size
         wait.sender, wait.since = sender, time.monotonic()
-        # Not for all rounds beforehand: gloo's connecting on demand waits for the other rank to
-        # name this one as well, so ranks would wait for each other in a circle.
+        # Receives are not posted for all rounds in advance. With connections on demand, gloo blocks
+        # in the first call that names a rank until that rank names this one too; ranks that name
+        # others in different orders would wait for each other in a circle.
         arrival = dist.irecv(received, sender, tag=self.tag)
         work = dist.isend(message, (rank + distance) % world_size, tag=self.tag)
-        self.sent.append((work, message))  # gloo reads the tensors later
+        self.sent.append((work, message))  # keeps the tensor: gloo may read it later
         _finish(arrival)
         wait.sender = None
 
     def end(self) -> None:
-        """Return when all that was sent may be freed."""
+        """Wait until gloo has sent all messages, so that their tensors may be freed."""
         for work, _ in self.sent:
             _finish(work)
 
@@ -70,8 +71,9 @@ class _Messages:
 def max_over_ranks(own: Tensor, tag: int = LOOP_TAG) -> Tensor:
     """Return the maximum of each element over all ranks, on every rank.
 
-    By dissemination (Hensgen, Finkel, Manber 1988): in round k rank i sends what it knows to rank
-    i + 2^k. A value that arrives twice changes nothing, so this is right for any number of ranks.
+    By dissemination (Hensgen, Finkel, Manber 1988): in round k rank i sends its maximum so far to
+    rank i + 2^k. A value that arrives twice does not change a maximum, so this is correct also for
+    numbers of ranks that are no powers of two.
     """
     messages, known = _Messages(tag), own.contiguous()
     for k in range(num_rounds(dist.get_world_size())):
@@ -99,12 +101,12 @@ def gather_rows(own: Tensor) -> Tensor:
 
 
 def num_rounds(world_size: int) -> int:
-    """Return how many rounds a collective has. Each connects a rank with two others at most."""
+    """Return how many rounds an exchange has. In each, a rank uses at most two connections."""
     return (world_size - 1).bit_length()
 
 
 def describe_waits() -> list[str]:
-    """Return a line for each collective that has started here and waits for a rank."""
+    """Return a line for each exchange that waits for another rank now."""
     now = time.monotonic()
     return [
         f"waiting for rank {wait.sender} in exchange {wait.number} of {wait.whose}, "
@@ -115,15 +117,15 @@ def describe_waits() -> list[str]:
 
 
 def _finish(work: dist.Work | None) -> None:
-    assert work is not None  # None on ranks outside of the group, and all are in it
+    assert work is not None  # torch returns None only on ranks outside the group
     work.wait()
 
 
 class Worker:
     """A thread that runs one task after the other.
 
-    Not a thread per task: once memory has run out, starting one fails or waits forever, and it
-    costs more than an exchange. A daemon: a rank that fails need not wait for it before it ends.
+    A thread for each task would cost more than an exchange; and once memory has run out, starting
+    one fails or waits forever. It is a daemon, so that a rank that fails can exit without it.
     """
 
     def __init__(self, name: str) -> None:
@@ -131,17 +133,17 @@ class Worker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def add(self, task: Callable[[], None]) -> None:
-        """Run this task, which raises nothing, after the previous ones."""
+        """Queue a task. It must not raise."""
         self._tasks.put(task)
 
     def wait(self) -> None:
-        """Return when all tasks so far are done."""
+        """Wait until all tasks queued so far are done."""
         done = threading.Event()
         self._tasks.put(done.set)
         done.wait()
 
     def end(self) -> None:
-        """End the thread after the tasks so far; it can do nothing more."""
+        """End the thread after the tasks queued so far. Add no more."""
         self._tasks.put(None)
 
     def _run(self) -> None:
@@ -150,13 +152,17 @@ class Worker:
 
 
 class BackgroundExchanges:
-    """Exchanges while the rank computes. All ranks start the same ones, in the same order."""
+    """Exchanges in a thread while the rank computes. All ranks start them in the same order."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
 
     def start(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
-        """Start to ask which flags any rank has; the result waits for it, and raises its error."""
+        """Start an exchange of flags; return a function that waits for it.
+
+        The function returns, for each flag, whether any rank has set it, or raises the exchange's
+        error.
+        """
         self._worker = self._worker or Worker("exchanges")
         answer: Future[list[bool]] = Future()
         self._worker.add(partial(_exchange, flags, answer))

@@ -1,4 +1,4 @@
-"""This process among the ranks of a run: its place, its device and the process group.
+"""This process among the ranks of a run: its number, its device and the process group.
 
 Rank variables are read only here and in `slurm_variables.py`.
 """
@@ -16,7 +16,11 @@ from torch.distributed import Store, distributed_c10d  # pyright: ignore[reportP
 
 from foundation.errors import ConfigError
 from pretrain.distributed.rank_device import device_of_rank, use_device
-from pretrain.distributed.rendezvous import collective_timeout, meeting_store, prepare_descriptors
+from pretrain.distributed.rendezvous import (
+    collective_timeout,
+    prepare_descriptors,
+    rendezvous_store,
+)
 from pretrain.distributed.slurm_variables import number_in, rank_numbers
 
 # What rank variables were before `init_world` set them for DeepSpeed.
@@ -25,7 +29,7 @@ _FORMER_VARIABLES: dict[str, str | None] = {}
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks. `device` is the accelerator of `local_rank`, else the CPU."""
+    """The numbers of this rank, and its device: the accelerator of `local_rank`, or the CPU."""
 
     rank: int
     world_size: int
@@ -38,7 +42,7 @@ class World:
 
 
 def world_from_environment(environment: Mapping[str, str]) -> World:
-    """Read the rank variables, and which device is this rank's."""
+    """Return the rank's numbers from the rank variables, with its device."""
     rank, world_size, local_rank = rank_numbers(environment)
     return World(rank, world_size, local_rank, device_of_rank(environment, local_rank))
 
@@ -72,14 +76,14 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
         return world
     prepare_descriptors(world.world_size)
     timeout = collective_timeout(watchdog_timeout_seconds)
-    # Groups that others create without a timeout (DeepSpeed's) have this one: torch has no public
-    # setting, and its 10 minutes for NCCL are shorter than a watchdog's.
+    # DeepSpeed creates groups without a timeout, which get torch's default: for NCCL 10 minutes,
+    # less than the watchdog's. torch has no public setting for the default.
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         setattr(distributed_c10d, name, timeout)
     if world.world_size == 1 and "MASTER_ADDR" not in os.environ:
         store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     else:
-        store = meeting_store(world.rank, world.world_size)
+        store = rendezvous_store(world.rank, world.world_size)
     connect(world.device, store, world.rank, world.world_size, timeout)
     return world
 
@@ -87,7 +91,7 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
 def connect(
     device: torch.device, store: Store, rank: int, world_size: int, timeout: datetime.timedelta
 ) -> None:
-    """Make the process group of all ranks that meet in the store."""
+    """Make the process group of all ranks that use this store."""
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -95,7 +99,7 @@ def connect(
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        # NCCL then connects now, on this device, and not at the first collective.
+        # With a device NCCL connects now, so that a failure shows here and not in the first step.
         device_id=device if on_gpu else None,
     )
 

@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO 0 to 3 as an Engine; the only module that imports deepspeed.
 
-Under ZeRO-3 each parameter is sharded as soon as it is drawn, so no rank ever has the whole model.
-DeepSpeed's own context for that, `deepspeed.zero.Init`, would draw in the rounded type, so a run
-would start from other weights than in the other stages, and shard module by module.
+Under ZeRO-3 each parameter is sharded as soon as it is drawn, so no rank ever holds the model.
+DeepSpeed's own context for that, `deepspeed.zero.Init`, would draw in the rounded type, so that a
+run would not start from the same weights as in other stages; and it would hold a whole module.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pretrain.optim.optimizers import build_optimizer, clip_gradients, must_skip
 from pretrain.optim.parameter_groups import Fragment, FragmentIndex, LayerMeter, set_learning_rate
 from pretrain.terminal.log import adopt_logger
 
-# Of a model in half precision: the weights as they were drawn, in fp32, by name.
+# The fp32 weights of a model in half precision, as drawn and before rounding, by name.
 InitialWeights = dict[str, Tensor]
 # DeepSpeed ignores these sections when it is given an optimizer; the value is what to use instead.
 UNUSED_SECTIONS = {"optimizer": "optim.name and its settings", "scheduler": "optim.schedule"}
-# Keys of zero_optimization that a test has trained, saved and resumed bitwise with. Others may have
-# DeepSpeed update weights by an Adam of its own, swap them to a disk, or, with
-# round_robin_gradients, start from other weights than those that were drawn.
+# The keys of zero_optimization that are allowed: tests train, save and resume bitwise with each.
+# Others can make DeepSpeed update weights by its own Adam, swap them to a disk, or (for example
+# round_robin_gradients) start from weights other than the drawn ones.
 TRIED = {
     "contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter",
     "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
@@ -51,9 +51,9 @@ TRIED = {
 def build_replicated(
     build: Callable[[], TransformerXL], dtype: torch.dtype, device: torch.device
 ) -> tuple[TransformerXL, InitialWeights]:
-    """Return the model in `dtype` on the device, and its weights as drawn if that rounds them.
+    """Return the model in `dtype` on the device, and the drawn fp32 weights if `dtype` is smaller.
 
-    The host has them once, in fp32: rounded ones go to the device parameter by parameter.
+    Host memory needs one fp32 copy of the weights: each is rounded on its way to the device.
     """
     module = build()
     if dtype == torch.float32:
@@ -73,15 +73,14 @@ def build_sharded(
     """Return the model that `build` makes, sharded, and this rank's slice of each unrounded weight.
 
     Each parameter is drawn whole, equally on every rank, rounded to `dtype` and passed to
-    `partition` before the next one is drawn. Slices are on the CPU, and cut as ZeRO-3 cuts
-    parameters: into one per rank, equal in length except for the last ones. Without rounding there
-    are none.
+    `partition` before the next one is drawn. Slices are on the CPU and cut as ZeRO-3 cuts: one per
+    rank, of equal length except for the last ones. If `dtype` is fp32 no slices are returned.
     """
     initial: dict[nn.Parameter, Tensor] = {}
     partitioned: set[nn.Parameter] = set()
 
-    # torch calls this when a module registers a parameter. Modules register a parameter right after
-    # drawing it, so that at most one whole parameter exists at any time.
+    # torch calls this when a module registers a parameter, which our modules do right after drawing
+    # it. So at most one whole parameter exists at any time.
     def on_registration(_module: nn.Module, _name: str, parameter: nn.Parameter) -> None:
         if parameter in partitioned:  # tied to a parameter of an earlier module
             return
@@ -108,7 +107,10 @@ def build_sharded(
 def deepspeed_settings(
     run: RunConfig, world_size: int, accumulation_steps: int, on_gpu: bool
 ) -> dict[str, Any]:
-    """Return DeepSpeed's settings; `engine.deepspeed_extra` is merged in (no contradictions)."""
+    """Return DeepSpeed's settings, derived from the run's, with `engine.deepspeed_extra` merged in.
+
+    Raises ConfigError if that contradicts a derived setting.
+    """
     batch = run.data.lanes
     derived: dict[str, Any] = {
         "train_batch_size": batch,
@@ -116,12 +118,12 @@ def deepspeed_settings(
         "gradient_accumulation_steps": accumulation_steps,
         "gradient_clipping": 0.0 if is_unwrapped(run) else run.optim.clip_norm,
         "steps_per_print": None,
-        "timers": {"throughput": {"enabled": False}},  # it synchronizes the device in every pass
-        "zero_allow_untested_optimizer": True,  # it knows optimizers by their exact type only
+        "timers": {"throughput": {"enabled": False}},  # would synchronize the device in every pass
+        "zero_allow_untested_optimizer": True,  # DeepSpeed's check rejects subclasses such as ours
         "zero_optimization": {
             "stage": run.engine.zero_stage,
-            # True replaces torch.nn.functional.linear for the whole process and shifts bf16 results
-            # between stages.
+            # True would replace torch.nn.functional.linear in the whole process, so that bf16
+            # results would differ between stages.
             "memory_efficient_linear": False,
         },
     }
@@ -133,15 +135,16 @@ def deepspeed_settings(
         case "fp32":
             pass
         case "bf16":
-            # The optimizer skips what is not finite by the norm, for which the host waits anyway.
+            # DeepSpeed's check would make the host wait a second time. `must_skip` finds non-finite
+            # gradients by their norm, which the host reads anyway.
             derived["bf16"] = {"enabled": True, "check_grad_overflow": False}
         case "fp16":
-            # Constant for DeepSpeed; the engine sets it from `pretrain.optim.optimizers`.
+            # A constant for DeepSpeed: `_backward` sets the scale of each step (`loss_scale.py`).
             derived["fp16"] = {"enabled": True, "loss_scale": 1.0}
         case _:
             assert_never(run.engine.number_format)
     if run.engine.number_format != "fp32" and run.engine.zero_stage > 0:
-        # Stage 0 cannot accumulate in another type than the weights'.
+        # Stage 0 supports only the weights' own type here.
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
     if run.engine.zero_stage > 0:
         derived["communication_data_type"] = "fp32"
@@ -161,18 +164,18 @@ def deepspeed_settings(
 
 
 def _buckets(run: RunConfig, on_gpu: bool) -> dict[str, Any]:
-    """Return sizes that follow from the model, and may be set otherwise.
+    """Return default sizes that follow from the model; `engine.deepspeed_extra` can replace them.
 
-    DeepSpeed's own are for models of billions of parameters: buckets of 2 GB, and in ZeRO-3 as much
-    of the model that stays gathered because it will be used again.
+    DeepSpeed's own defaults are for billions of parameters: buckets of 2 GB, and under ZeRO-3 as
+    much of the model again that stays gathered for its next use.
     """
     if run.engine.zero_stage == 0:
         return {}
     overlaps = overlaps_reduction(run, on_gpu)
     settings: dict[str, Any] = {
-        # Summed to the ranks that own them, gradients are half the traffic. But where stage 2
-        # overlaps, DeepSpeed synchronizes the device before each of these sums, and more ranks need
-        # more sums: they would overlap nothing (docs/performance.md#gradient-reduction).
+        # False would reduce each gradient to its owner alone, which halves the traffic. But where
+        # stage 2 overlaps, DeepSpeed synchronizes the device before each of these sums, and needs
+        # more sums on more ranks, so nothing overlaps (docs/performance.md#gradient-reduction).
         "use_multi_rank_bucket_allreduce": overlaps,
         "reduce_bucket_size": bucket_elements(run),
         "overlap_comm": overlaps,
@@ -199,9 +202,9 @@ def check_settings(deepspeed: Any, settings: dict[str, Any]) -> None:
 
 
 def is_unwrapped(run: RunConfig) -> bool:
-    """Return whether DeepSpeed runs our optimizer without a wrapper, as for stage 0 in fp32.
+    """Return whether DeepSpeed runs our optimizer without a wrapper: at stage 0 in fp32.
 
-    It would then clip gradients without reporting their norm, so the engine does both.
+    DeepSpeed would then clip gradients without reporting their norm, so the engine clips them.
     """
     return run.engine.zero_stage == 0 and run.engine.number_format == "fp32"
 
@@ -238,7 +241,7 @@ class DeepSpeedEngine(ModelEngine):
         world: World,
         accumulation_steps: int,
     ) -> None:
-        """`build` makes the model; under stage 3 its parameters are sharded while it does."""
+        """`build` makes the model; under stage 3 its parameters are sharded meanwhile."""
         deepspeed = _import_deepspeed(world.device)
         on_gpu = world.device.type == "cuda"
         settings = deepspeed_settings(run, world.world_size, accumulation_steps, on_gpu)
@@ -248,14 +251,15 @@ class DeepSpeedEngine(ModelEngine):
         self._slots_done = 0
         dtype = dtype_of(run.engine.number_format)
         if self._stage == 3:
-            # Of zero_hpz_partition_size: the group that an engine before a rewind has made.
+            # After a rewind, the process group that zero_hpz_partition_size had made for the old
+            # engine is still set, and DeepSpeed would refuse to make another.
             deepspeed.utils.groups.__dict__["_ZERO_PARAM_INTRA_PARALLEL_GROUP"] = None
             zero = deepspeed.zero.Init(config_dict_or_path=settings)
             module, initial = build_sharded(
                 build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world
             )
             for layer in module.layers if run.engine.compile else ():
-                # Gathered whole: compiled code has no place for hooks.
+                # Gather the layer as a whole: compiled code cannot run hooks of inner modules.
                 deepspeed.utils.set_z3_leaf_module(layer, True)
         else:
             module, initial = build_replicated(build, dtype, world.device)
@@ -267,7 +271,7 @@ class DeepSpeedEngine(ModelEngine):
         self.module.train()
         self._fragments = ZeroFragments(self.module, self._optimizer, self._stage, world)
         self._set_initial_state(initial)
-        self._norm: float | None = None  # of the current step, once it is read
+        self._norm: float | None = None  # of the current step's gradients, once it was read
         names = [name for name, _ in self.module.named_parameters()]
         optimizer.skips = self._must_skip
         optimizer.index = FragmentIndex(
@@ -296,11 +300,12 @@ class DeepSpeedEngine(ModelEngine):
         if is_unwrapped(self._run):
             self._norm = float(clip_gradients(self.module, self._run.optim))
         self._meter.start_step(measure_layers)
-        # DeepSpeed reports inf as a norm that is not finite, and may skip the step itself.
+        # DeepSpeed may itself skip the update if the norm is not finite, as `must_skip` would.
         self._engine.step()
         skipped = self._must_skip()
         if skipped and getattr(self._optimizer, "cpu_offload", False):
-            # Stages 1 and 2 would add these to the next step.
+            # With offloading, stages 1 and 2 keep the gradients of a skipped update and would add
+            # them to the next one.
             for group in self._optimizer.averaged_gradients:
                 self._optimizer.averaged_gradients[group] = None
         layers = self._meter.squares() if measure_layers and not skipped else None
@@ -321,9 +326,10 @@ class DeepSpeedEngine(ModelEngine):
         self._fragments.write_weights()
 
     def close(self) -> None:
-        # The hooks on parameters' gradients refer to the engine where no collector looks.
+        # Hooks on gradients refer to the engine from C++, where Python's garbage collector does not
+        # look.
         self._engine.destroy()
-        if self._stage == 3:  # a list and a cache of DeepSpeed's own refer to the modules
+        if self._stage == 3:  # a global list and a cache of DeepSpeed refer to the modules
             from deepspeed.runtime.zero import parameter_offload
 
             parameter_offload.FWD_MODULE_STACK.clear()
@@ -343,9 +349,10 @@ class DeepSpeedEngine(ModelEngine):
         self._engine.backward(loss)
 
     def _grad_norm(self) -> float:
-        """Return the norm, for which the host waits once, however many parameter groups ask."""
+        """Return the norm of the gradients. Only the first call of a step waits for the device."""
         if self._norm is None:
-            # While the optimizer runs, get_global_grad_norm() still returns the previous step's.
+            # The optimizer asks during its step, when get_global_grad_norm() still returns the
+            # previous step's norm.
             scaled = self.loss_scaler is not None and self._stage == 0
             scale = float(self._optimizer.loss_scale) if scaled else 1.0
             self._norm = float(self._optimizer._global_grad_norm) / scale
@@ -355,16 +362,15 @@ class DeepSpeedEngine(ModelEngine):
         return must_skip(self._grad_norm(), self._run.recovery.skip_grad_norm)
 
     def _set_initial_state(self, initial: InitialWeights) -> None:
-        """Give the masters the unrounded initial weights, and undo the phantom step.
+        """Copy the unrounded initial weights into the masters, and clear moments and step count.
 
-        DeepSpeed makes masters from weights that it has already rounded to bf16 or fp16. And its
-        stage 0 in half precision takes an optimizer step on zero gradients while it initializes: at
-        a learning rate of 0 that leaves the weights alone, but it counts as an update.
+        DeepSpeed makes masters from weights that are already rounded to bf16 or fp16. And at stage
+        0 in half precision it takes an optimizer step on zero gradients while it initializes. With
+        a learning rate of 0 the weights stay, but the step is counted.
         """
         for fragment in self.fragments():
             if fragment.name in initial:
-                # Under stage 3 `initial` has this rank's slice only, which starts where the
-                # fragment does.
+                # Under stage 3 `initial` has only this rank's slice, which starts at the fragment.
                 start = 0 if self._stage == 3 else fragment.start
                 weight = fragment.values["weight"]
                 weight.copy_(initial[fragment.name].view(-1)[start : start + weight.numel()])
@@ -382,12 +388,13 @@ def _import_deepspeed(device: torch.device) -> Any:
     import deepspeed.ops
     import deepspeed.runtime.compiler
 
-    # Only inference uses this operator, and compiling it would take a minute at every first start.
+    # Only inference uses this operator. Otherwise DeepSpeed would compile it at the first start on
+    # each machine, which takes a minute.
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
-    # All stages import DeepSpeed's own Muon, which no run uses. It compiles functions at import,
-    # and torch's compiler, which that imports, takes longer than all else.
+    # DeepSpeed imports its own Muon, which no run uses. That compiles functions at import, and to
+    # import torch's compiler for it takes longer than all other imports together.
     deepspeed.runtime.compiler.__dict__["compile"] = lambda: lambda function: function
-    # Our tests run both optimizers under every ZeRO stage.
+    # DeepSpeed warns about optimizers that it has not tested. Our tests run ours under every stage.
     adopt_logger("DeepSpeed", ignored="untested optimizer")
     deepspeed.init_distributed(
         dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False

@@ -1,4 +1,4 @@
-"""The engine, which the loop trains with: its interface, and what engines share."""
+"""The interface of engines, which run and update the model, and what all engines share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pretrain.model.parameters import dtype_of
 from pretrain.optim.loss_scale import INITIAL_SCALE, WINDOW, LossScaler
 from pretrain.optim.parameter_groups import Fragment, LayerSquares
 
-# In RuntimeErrors of the CPU allocator of torch, and of what allocates past it: the CUDA driver,
-# cuBLAS, cuDNN, Triton, NCCL (2 is cudaErrorMemoryAllocation).
+# Only torch's own GPU allocator raises OutOfMemoryError. This is the text of RuntimeErrors of its
+# CPU allocator, the CUDA driver, cuBLAS, cuDNN, Triton and NCCL (2 is cudaErrorMemoryAllocation).
 _NO_MEMORY = re.compile(
     r"out.of.memory|can(no|')t allocate memory|std::bad_alloc|_ALLOC(ATION)?_FAILED"
     r"|Cuda failure 2\b|cudaErrorMemoryAllocation|failed to CUDA [mc]alloc",
@@ -38,8 +38,8 @@ class StepResult:
 
     `skipped`: the gradients were non-finite or their norm was above `recovery.skip_grad_norm`; all
     weights, moments and counters are bitwise unchanged. All ranks agree, since the norm is global.
-    `overflowed`: it was skipped only because the loss scale was too large; the scale has been
-    halved. `layers`: the per-layer norms, if they were requested and the step was not skipped.
+    `overflowed`: the update was skipped only because the loss scale was too large; the scale has
+    been halved. `layers`: the per-layer norms, if requested and the update was not skipped.
     """
 
     grad_norm: float | None
@@ -50,7 +50,7 @@ class StepResult:
 
 
 class Scorer(ABC):
-    """What evaluation needs of an engine or a model."""
+    """The interface that evaluation uses, of an engine or of a model alone."""
 
     world: World
 
@@ -60,8 +60,8 @@ class Scorer(ABC):
     ) -> tuple[Tensor, Memory]:
         """Return the loss of each token [B, L] in fp32, without dropout, and the next memory.
 
-        The tokens of a lane's whole stream, `num_tokens` (0: not known), may save space; positions
-        follow from the memory length.
+        `num_tokens` is the length of a lane's whole stream (0: unknown). A scorer may need less
+        space for a short one.
         """
 
 
@@ -75,15 +75,15 @@ class Engine(Scorer):
     def forward_backward(
         self, slot: SegmentBatch, memory: Memory | None, step: int
     ) -> tuple[Tensor, Memory]:
-        """Add the gradient of the slot's mean loss; return that loss, detached, and its memory."""
+        """Accumulate the gradient of a slot's mean loss; return the detached loss and memory."""
 
     @abstractmethod
     def step(self, learning_rate: float, measure_layers: bool = False) -> StepResult:
-        """Average gradients over slots and ranks, clip, update (or skip) and clear them."""
+        """Average gradients over slots and ranks, clip them, update or skip, and clear them."""
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's part of weights and moments; together the ranks hold every element."""
+        """Yield this rank's fragments of fp32 weights and moments; together they are all."""
 
     @abstractmethod
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -95,11 +95,11 @@ class Engine(Scorer):
 
     @abstractmethod
     def after_load(self, step_count: int) -> None:
-        """Update everything that is derived from the fragments after they were written to."""
+        """Set the step count, and round the loaded fragments into the model's weights."""
 
     @abstractmethod
     def close(self) -> None:
-        """Drop what would keep the model alive; the engine is not used any more."""
+        """Drop references that would keep the model in memory; the engine cannot be used again."""
 
 
 class ModelEngine(Engine):
@@ -129,7 +129,7 @@ class ModelEngine(Engine):
     def _read(
         self, module: nn.Module, slot: SegmentBatch, memory: Memory | None, step: int
     ) -> tuple[Tensor, Memory]:
-        """Run a slot's forward pass of this step; return the losses of its tokens, and memory."""
+        """Run a slot's forward pass; return the losses of its tokens [B, L] and the next memory."""
         tokens_BL, targets_BL, starts_BL = batch_tensors(slot, self.world.device)
         run = self._run
         drops = run.model.dropout or run.model.attention_dropout
@@ -145,7 +145,7 @@ class ModelEngine(Engine):
         return nll_BL, memory
 
     def _result(self, grad_norm: float, skipped: bool, layers: LayerSquares | None) -> StepResult:
-        """Return the outcome of the update and set the loss scale of the next. A collective."""
+        """Return the outcome of this update and set the next one's loss scale. A collective."""
         if self.loss_scaler is None:
             return StepResult(grad_norm, skipped, layers)
         loss_scale = self.loss_scaler.scale
@@ -165,7 +165,7 @@ def check_precision(precision: Precision, device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device or the host had no memory left, in whichever library."""
+    """Return whether any library reported that device or host memory ran out."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -184,7 +184,7 @@ def batch_tensors(slot: SegmentBatch, device: torch.device) -> tuple[Tensor, Ten
 
     def on_device(array: np.ndarray) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(array))
-        # From other memory the copy would wait for what the device has yet to compute.
+        # A copy from pageable memory would wait until the device has done all queued work.
         host = host.pin_memory() if device.type == "cuda" else host
         return host.to(device, non_blocking=True)
 

@@ -31,10 +31,9 @@ from pretrain.optim.parameter_groups import (
 class TorchEngine(ModelEngine):
     """Plain torch: whole model and optimizer on every rank, one all-reduce per parameter and step.
 
-    The reference that DeepSpeedEngine is tested against, and enough for one device. In bf16 and
-    fp16 the master weights, the moments and the accumulated gradients are fp32, as they are there:
-    `_master` is the fp32 model that the optimizer updates, `module` the rounded copy that runs. In
-    fp32 they are the same object.
+    As under DeepSpeed, master weights, moments and accumulated gradients are fp32 in every
+    precision: `_master` is the fp32 model that the optimizer updates, `module` the rounded copy
+    that runs. In fp32 they are the same object.
     """
 
     def __init__(
@@ -77,7 +76,8 @@ class TorchEngine(ModelEngine):
         for parameter in self._master.parameters():
             if parameter.grad is not None and divisor != 1.0:
                 parameter.grad = sum_over_ranks(parameter.grad) / divisor
-        grad_norm = float(clip_gradients(self._master, self._run.optim))  # the host waits once
+        # Reading the norm is the one time per step that the host waits for the device.
+        grad_norm = float(clip_gradients(self._master, self._run.optim))
         skipped = must_skip(grad_norm, self._run.recovery.skip_grad_norm)
         set_learning_rate(self._optimizer.param_groups, learning_rate)
         self._meter.start_step(measure_layers)
@@ -125,6 +125,6 @@ def replicated_fragment(
     name: str, master: Tensor, state: dict[str, Tensor], world: World
 ) -> Fragment:
     """Return the fragment of a parameter that every rank holds whole."""
-    # Each is saved by one rank, picked by its name, so that all ranks write about as much.
+    # One rank saves it. The name picks the rank, so all ranks write about equally much.
     owned = sum(name.encode()) % world.world_size == world.rank
     return new_fragment(name, 0, master, state, 0, master.numel(), owned, replicated=True)

@@ -1,16 +1,18 @@
-"""Where DeepSpeed keeps fp32 weights (masters) and moments in each ZeRO stage, as fragments.
+"""The fragments of a rank under DeepSpeed: where each ZeRO stage keeps fp32 weights and moments.
 
-    stage  precision   wrapper of the optimizer       masters                          each is
+The optimizer updates fp32 tensors, the *masters*. The stage determines what a master has:
+
+    stage  precision   wrapper of the optimizer       masters                          each has
     0      fp32        none                           the parameters                   a parameter
     0      bf16, fp16  FP16_UnfusedOptimizer          fp32_groups                      a parameter
     1      bf16        BF16_Optimizer                 fp32_groups_flat_partition       one slice
     1, 2   all other   DeepSpeedZeroOptimizer         single_partition_of_fp32_groups  one slice
     3      all         DeepSpeedZeroOptimizer_Stage3  fp32_partitioned_groups_flat     many slices
 
-One slice: of a group's concatenated parameters. Many slices: one of each parameter of a group.
-
-No public function of DeepSpeed tells which elements of which parameter a rank's masters contain
-(its own checkpoint formats are tied to stage and world size), so this module reads internals of
+One slice: the parameters of a group are concatenated, and each rank has one slice of the result.
+Many slices: each rank has one slice of every parameter of a group.
+No public function of DeepSpeed tells which parameters' elements a rank's masters contain,
+and its checkpoint formats are tied to stage and world size. So this module reads internals of
 DeepSpeed 0.19.8. The version is pinned, and tests compare every stage with plain torch.
 """
 
@@ -44,19 +46,19 @@ class ZeroFragments:
 
     @property
     def base_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer inside the wrapper, the one whose state has the moments."""
+        """The optimizer inside DeepSpeed's wrapper; its state has the moments."""
         return getattr(self._optimizer, "optimizer", self._optimizer)
 
     def __iter__(self) -> Iterator[Fragment]:
         kinds = state_of_parameters(self.base_optimizer.param_groups)
         for master, weights in self._masters():
             state: dict[str, Tensor] = self.base_optimizer.state[master]
-            # All parameters in a master are of one group.
+            # A master holds parameters of one group, so all have the same kinds of state.
             create_state(state, master.data, kinds[self._names[id(weights[0])]])
-            yield from self._in_master(master, weights, state)
+            yield from self._fragments_in(master, weights, state)
 
     def names_in_masters(self) -> dict[Tensor, list[str]]:
-        """Return the names of the parameters in each master, the same on every rank."""
+        """Return the names of the parameters of each master's group, the same on every rank."""
         return {
             master: [self._names[id(weight)] for weight in weights]
             for master, weights in self._masters()
@@ -74,7 +76,7 @@ class ZeroFragments:
                     weight.data.copy_(master.data)
 
     def _masters(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield each master, and the weights with elements in it on this rank."""
+        """Yield each master and all weights of its group, also those in other ranks' slices."""
         wrapper = self._optimizer
         if self._stage == 0:
             yield from ((master, [weight]) for weight, master in self._weights_and_masters())
@@ -87,18 +89,18 @@ class ZeroFragments:
             masters = wrapper.fp32_groups_flat_partition if masters is None else masters
             yield from zip(masters, groups, strict=True)
 
-    def _in_master(
+    def _fragments_in(
         self, master: Tensor, weights: list[Tensor], state: dict[str, Tensor]
     ) -> Iterator[Fragment]:
         if self._stage == 0:
             yield replicated_fragment(self._names[id(weights[0])], master, state, self._world)
         elif self._stage == 3:
-            yield from self._in_master_of_stage_3(master, weights, state)
+            yield from self._fragments_of_stage_3(master, weights, state)
         else:
-            yield from self._in_master_of_stages_1_and_2(master, weights, state)
+            yield from self._fragments_of_stages_1_and_2(master, weights, state)
 
     def _weights_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, of stage 0, each weight with its master."""
+        """Yield each weight with its master under stage 0."""
         if self._optimizer is self.base_optimizer:  # fp32: a parameter is its own master
             yield from ((parameter, parameter) for parameter in self._module.parameters())
             return
@@ -106,32 +108,32 @@ class ZeroFragments:
         for weights, masters in groups:
             yield from zip(weights, masters, strict=True)
 
-    def _in_master_of_stages_1_and_2(
+    def _fragments_of_stages_1_and_2(
         self, master: Tensor, weights: list[Any], state: dict[str, Tensor]
     ) -> Iterator[Fragment]:
-        """Yield fragments of a group that is concatenated, padded and cut into one slice per rank.
+        """Yield this rank's fragments: its slice of the concatenated and padded parameters.
 
-        So a rank has a suffix of one parameter, some whole ones and a prefix of another. DeepSpeed
-        notes on each weight (`_hp_mapping`) which of its elements (`lp_fragment_address`) are where
-        in this rank's master (`get_hp_fragment_address()`).
+        The slice has a suffix of one parameter, some whole ones and a prefix of another. DeepSpeed
+        notes on each weight (`_hp_mapping`) which of the weight's elements this rank's master has
+        (`lp_fragment_address`) and where in the master they are (`get_hp_fragment_address()`).
         """
         for weight in weights:
             mapping = weight._hp_mapping
-            if mapping is None:  # all its elements are on other ranks
+            if mapping is None:  # other ranks have all elements of this weight
                 continue
             in_master = mapping.get_hp_fragment_address()
             start = mapping.lp_fragment_address.start
             name = self._names[id(weight)]
             yield new_fragment(name, start, master, state, in_master.start, in_master.numel)
 
-    def _in_master_of_stage_3(
+    def _fragments_of_stage_3(
         self, master: Tensor, weights: list[Any], state: dict[str, Tensor]
     ) -> Iterator[Fragment]:
-        """Yield the fragments of parameters that are padded and cut into one slice per rank.
+        """Yield this rank's fragments: its slice of each parameter of the group.
 
-        A master concatenates a rank's slices of the parameters of a group.
-        The last ranks' slices can end in padding, or be all padding. Padding belongs to no
-        fragment, so that what is saved does not depend on the world size.
+        Each parameter is padded and cut into one slice per rank; a master concatenates one rank's
+        slices. The last ranks' slices can end in padding or be all padding. Padding belongs to no
+        fragment, because a checkpoint must not depend on the world size.
         """
         offset = 0
         for weight in weights:
@@ -144,9 +146,10 @@ class ZeroFragments:
             offset += length
 
     def _write_weights_of_stage_3(self) -> None:
-        """Round each master into its group's flat vector; the parameters become views of that."""
+        """Round each master into its group's flat vector, and make the weights views of that."""
         wrapper = self._optimizer
-        # Small parameters are kept whole on every rank; this drops them.
+        # DeepSpeed keeps small parameters gathered on every rank. Their old values must go: this
+        # drops them, and the epilogue gathers the new ones.
         wrapper.checkpoint_event_prologue()
         groups = zip(
             wrapper.fp16_partitioned_groups_flat,
@@ -156,6 +159,6 @@ class ZeroFragments:
         )
         for flat, slices, master in groups:
             flat.data.copy_(master.data)
-            for piece, value in zip(slices, wrapper.unflatten(flat, slices), strict=True):
-                piece.data = value.data
-        wrapper.checkpoint_event_epilogue()  # gathers them again, with the new values
+            for own_slice, view in zip(slices, wrapper.unflatten(flat, slices), strict=True):
+                own_slice.data = view.data
+        wrapper.checkpoint_event_epilogue()

@@ -2,13 +2,13 @@
 
     RUN/heartbeats/ranks-from-00008.jsonl    a line of SLOT_BYTES for each rank of one node
 
-Each rank writes its own line in place, at most once a second and at least every 5 seconds, which
-needs no space on a full disk. Writes go to the node's page cache, which the ranks' own host sees at
-once. Rank n of the node syncs the file every 10 (n + 1) seconds: a shared file system gets few
-requests per node, not one per rank and second. The ranks of a node have consecutive numbers.
+The ranks of a node have consecutive numbers and share a file. Each rank overwrites its own line, at
+most once a second and at least every 5 seconds; that works on a full disk, too. The line is in the
+node's page cache, where processes of the same host see it at once. Rank n of the node syncs the
+file every 10 (n + 1) seconds, so a shared file system gets few requests per node.
 
-A rank that exits cleanly blanks its line. A killed rank leaves it behind; `pid` tells whether the
-rank lives.
+A rank that exits cleanly blanks its line. A killed rank leaves the line behind; its `pid` shows
+that the process is gone.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ logger = logging.getLogger(__name__)
 
 Phase = Literal["launch", "start", "train", "evaluate", "save", "wait"]
 
-_STARTING: tuple[Phase, ...] = ("launch", "start")  # before and after it comes to the meeting
+_STARTING: tuple[Phase, ...] = (
+    "launch",
+    "start",
+)  # before and after the rank reaches the rendezvous
 
-DIRECTORY = "heartbeats"  # in the run's
+DIRECTORY = "heartbeats"  # in the run directory
 SLOT_BYTES = 512
 WRITE_SECONDS = 1.0
-REWRITE_SECONDS = 5.0  # without a beat: the host's own clock says for how long there was none
+REWRITE_SECONDS = 5.0  # without a beat, so that `written - time` shows by one clock how long
 SYNC_SECONDS = 10.0
 _LARGEST_BYTES = 1 << 16  # of the heartbeats of a node
 
@@ -51,8 +54,8 @@ class HeartbeatRecord:
     """The last report of a rank."""
 
     rank: int
-    time: float  # when the rank last made progress
-    written: float  # when this was written; by the same clock, which may differ from others
+    time: float  # when the rank last made progress, by its host's clock
+    written: float  # when this record was written, by the same clock
     step: int
     phase: str
     hostname: str
@@ -60,12 +63,15 @@ class HeartbeatRecord:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether the rank's process exists; None where only its own host could tell."""
+        """Whether the rank's process exists; None on other hosts, which cannot see it."""
         is_here = self.hostname == socket.gethostname()
         return Path(f"/proc/{self.pid}").exists() if is_here else None
 
     def seconds_without_progress(self, now: float) -> float:
-        """Return them by the clock of the rank's host; `now` is this host's."""
+        """Return how long the rank has made no progress; `now` is by this host's clock.
+
+        For a rank on another host, whose clock may differ, count until its last record.
+        """
         return (now if self.is_alive else self.written) - self.time
 
     @property
@@ -85,7 +91,7 @@ def read_heartbeats(directory: Path) -> list[HeartbeatRecord]:
 
 
 def node_file(directory: Path, first_rank: int) -> Path:
-    """Return the file of the ranks of a node, by the first of them."""
+    """Return the file of a node's ranks, named by the first one."""
     return directory / f"ranks-from-{first_rank:05d}.jsonl"
 
 
@@ -94,7 +100,7 @@ def _records_in(path: Path) -> list[HeartbeatRecord]:
     with contextlib.suppress(OSError, ValueError):
         for line in read_regular(path, _LARGEST_BYTES).split(b"\n"):
             with contextlib.suppress(ValueError):
-                # NUL bytes: ranks before this one have not written yet.
+                # Lines of ranks that have not written yet are NUL bytes.
                 records.append(from_json(HeartbeatRecord, line.strip(b"\0 ")))
     return records
 
@@ -102,10 +108,10 @@ def _records_in(path: Path) -> list[HeartbeatRecord]:
 class Heartbeat:
     """The heartbeat of this rank, a context manager.
 
-    While it is open, SIGQUIT writes every thread's Python stack to stderr and the process
-    continues. After `watchdog_timeout_seconds` without a beat, in which the process was not
-    suspended, the thread that writes heartbeats writes the stacks and calls `final_report`, and
-    SIGALRM ends the process. 0: no timeout.
+    While it is open, SIGQUIT writes every thread's Python stack to stderr, and the process
+    continues. After `watchdog_timeout_seconds` without a beat (0: no timeout; a suspended process
+    is not timed), the writer thread writes the stacks and calls `final_report`, and the watchdog
+    ends the process by SIGALRM.
     """
 
     def __init__(
@@ -118,27 +124,28 @@ class Heartbeat:
     ) -> None:
         self._path = node_file(directory, rank - local_rank)
         self._rank, self._local_rank = rank, local_rank
-        self._file: int | None = None  # stays open: closing would sync it over a network
+        self._file: int | None = None  # stays open: NFS syncs a file whenever it is closed
         self._watchdog_timeout_seconds = watchdog_timeout_seconds
-        self.final_report: Callable[[], object] = lambda: None  # before the watchdog's end
+        # Called before the watchdog ends the process.
+        self.final_report: Callable[[], object] = lambda: None
         self._watchdog: Watchdog | None = None
         self._beat: tuple[float, int, Phase] = (time.time(), 0, phase)
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_beats, name="heartbeat", daemon=True)
 
     def beat(self, step: int, phase: Phase) -> None:
-        """Report that `step` updates are done and what comes next. Another thread writes."""
+        """Report how many updates are done and what comes next. The writer thread writes it."""
         self._beat = (time.time(), step, phase)
         if self._watchdog is not None:
             self._watchdog.notify(self._watchdog_timeout_seconds)
 
     def allow(self, seconds: float) -> None:
-        """Report progress; from now on a beat is due within these seconds."""
+        """Report progress, and set the timeout of the watchdog from now on."""
         self._watchdog_timeout_seconds = seconds
         self.beat(*self._beat[1:])
 
     def repeat(self) -> None:
-        """Report that the rank waits for storage to work again: it does not hang."""
+        """Report that the rank waits for storage and does not hang."""
         self.beat(self._beat[1], "wait")
 
     def __enter__(self) -> Heartbeat:
@@ -157,7 +164,7 @@ class Heartbeat:
             self._watchdog.close()
         faulthandler.unregister(STACKS_SIGNAL)
         with contextlib.suppress(OSError, DataError):
-            # Another attempt's rank may have the slot by now.
+            # Blank only our own line: a rank of a newer attempt may have overwritten it.
             ours = (socket.gethostname(), os.getpid())
             beats = [beat for beat in _records_in(self._path) if beat.rank == self._rank]
             if all((beat.hostname, beat.pid) == ours for beat in beats):
@@ -184,8 +191,8 @@ class Heartbeat:
                         synced = now
                         os.fdatasync(self._file or -1)
                 except (OSError, DataError) as error:
-                    # A full disk must not end a rank that still trains. Rank 0 has yet to make the
-                    # directory of a run that starts without a launcher.
+                    # A rank that still trains must not end for a full disk. And without a launcher
+                    # the directory may not exist yet: rank 0 makes it during the start.
                     is_early = isinstance(error, FileNotFoundError) and beat[2] in _STARTING
                     if not failed and not is_early:
                         logger.warning("heartbeat not written: %s", os_error_text(error))
@@ -211,7 +218,7 @@ class Heartbeat:
                 self._path.parent.mkdir(exist_ok=True)
                 self._file = own_file(self._path, os.O_WRONLY | os.O_CREAT)
             os.pwrite(self._file, line, self._local_rank * SLOT_BYTES)
-        except OSError:  # such as a stale handle of NFS: the next one opens it anew
+        except OSError:  # for example a stale NFS handle: the next write opens the file again
             self._close()
             raise
 

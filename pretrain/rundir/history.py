@@ -1,7 +1,7 @@
-"""Questions about a run's history: functions of its events, oldest first. Torch-free.
+"""A run's history: functions of its events, given oldest first. Torch-free.
 
-Which steps still stand and what was published, what interrupted the run, which data it skips, and
-what its time went into.
+They return which checkpoints the run has published and not undone, what interrupted the run, which
+data it skips, and how it spent its time.
 """
 
 from __future__ import annotations
@@ -44,14 +44,20 @@ _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 
 
 def attempt_history(ledger: Sequence[Event]) -> AttemptHistory:
-    """Return which steps of which attempt no later start, rewind or restore has undone."""
-    # Checkpoints of earlier versions do not name their attempt: those before the first fact.
-    first_told = next((n for n, event in enumerate(ledger) if isinstance(event, Published)), None)
-    standing, limit, unknown = dict[str, int](), EVER, None
+    """Return the last step of each attempt that no later start, rewind or restore has undone."""
+    # Earlier versions recorded no Published, and their checkpoints do not name their attempt. So
+    # `unknown` is the limit of the last start before the first Published.
+    first_published = next(
+        (n for n, event in enumerate(ledger) if isinstance(event, Published)), None
+    )
+    standing: dict[str, int] = {}
+    unknown: int | None = None
+    # From the last event back, `limit` is the lowest step that a later event went back to.
+    limit = EVER
     for number, event in reversed(list(enumerate(ledger))):
         if isinstance(event, TrainingBegan):
             standing[event.attempt] = limit
-            if unknown is None and (first_told is None or number < first_told):
+            if unknown is None and (first_published is None or number < first_published):
                 unknown = limit
         back_to = _back_to(event)
         limit = limit if back_to is None else min(limit, back_to)
@@ -59,18 +65,20 @@ def attempt_history(ledger: Sequence[Event]) -> AttemptHistory:
 
 
 def published_facts(ledger: Sequence[Event], root: str) -> list[Fact]:
-    """Return what the run has published and not undone; `root` names the run directory's.
+    """Return the checkpoints that the run has published and not undone; `root` is its directory's.
 
-    Starts of earlier versions recorded only the step where they began, and where they ended.
+    Earlier versions recorded no Published: there, the steps where starts began and ended are taken.
     """
-    history, facts, tells = attempt_history(ledger), list[Fact](), False
+    history = attempt_history(ledger)
+    facts: list[Fact] = []
+    has_published = False
     names = {Destination.RUN_DIRECTORY: root, Destination.NODES: Destination.NODES.value}
     for event in ledger:
         if (back_to := _back_to(event)) is not None:
             facts = [fact for fact in facts if fact.step <= back_to]
         match event:
             case Published(step=step, attempt=attempt, destination=where):
-                tells = True
+                has_published = True
                 if history.stands(step, attempt):
                     facts.append(Fact(step, where, names.get(where, "")))
             case Mirrored(step=step, url=url, problem=""):
@@ -84,17 +92,17 @@ def published_facts(ledger: Sequence[Event], root: str) -> list[Fact]:
                 | TrainingEnded(step=step, outcome=Outcome.FINISHED | Outcome.STOPPED)
             ):
                 facts.append(Fact(step, Destination.RUN_DIRECTORY, root))
-            case AttemptEnded(step=step) if not tells:
+            case AttemptEnded(step=step) if not has_published:
                 facts.append(Fact(step, Destination.RUN_DIRECTORY, root))
             case ResumeFrom():
-                tells = True
+                has_published = True  # written only by versions that write Published, too
             case _:
                 pass
     return list(dict.fromkeys(fact for fact in facts if fact.step))
 
 
 def _back_to(event: Event) -> int | None:
-    """Return the step that the run goes back to with this event, if it does."""
+    """Return the step that the run continues from after this event, if the event sets it."""
     match event:
         case TrainingBegan(step=step) | Restored(step=step):
             return step
@@ -105,7 +113,7 @@ def _back_to(event: Event) -> int | None:
 
 
 def asked_step(ledger: Sequence[Event]) -> int | None:
-    """Return the step that a user wants the next start to resume from, if one has said so."""
+    """Return the step of `--from-step` that the next start has to resume from, if any."""
     last = last_event(ledger, TrainingBegan, Restored, ResumeFrom)
     return last.step if isinstance(last, ResumeFrom) else None
 
@@ -121,7 +129,7 @@ def last_event(ledger: Sequence[Event], *kinds: type[E]) -> E | None:
 
 
 def last_stored(ledger: Sequence[Event]) -> Mirrored | Restored | None:
-    """Return the last event that says which checkpoint is in the object store."""
+    """Return the last event of a checkpoint that was brought to or from the object store."""
     return last_event(
         [event for event in ledger if not isinstance(event, Mirrored) or not event.problem],
         Mirrored,
@@ -130,7 +138,10 @@ def last_stored(ledger: Sequence[Event]) -> Mirrored | Restored | None:
 
 
 def work_dirs(ledger: Sequence[Event]) -> list[str]:
-    """Return where the run's jobs work: Slurm uses the numbers of jobs again."""
+    """Return the working directories of the run's jobs.
+
+    They identify a job together with its number, because Slurm uses numbers again.
+    """
     dirs = (event.work_dir for event in find_events(ledger, Submitted))
     return list(dict.fromkeys(filter(None, dirs)))
 
@@ -144,10 +155,10 @@ def without_refused_jobs(ledger: Sequence[Event]) -> list[Event]:
 
 
 def began_in(event: Event, start: str) -> bool:
-    """Return whether ranks of this job (17), or of this start of a job (17.2), began to train.
+    """Return whether the event is a start of training in this job (17) or start of a job (17.2).
 
-    They may write that after the end of their job, which its supervisor writes as soon as Slurm
-    announces it.
+    It can follow the JobEnded of the same job: the supervisor writes that as soon as Slurm
+    announces the end, while ranks may still be starting.
     """
     return isinstance(event, TrainingBegan) and event.attempt.startswith(f"{start}.")
 
@@ -165,7 +176,7 @@ def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
 
 @dataclass(frozen=True)
 class Interruption:
-    """An unplanned end of an attempt; one that Slurm imposed is no failure of the run."""
+    """An unplanned end of an attempt. It is no failure if Slurm planned it, as by a time limit."""
 
     time: float
     step: int
@@ -176,17 +187,18 @@ class Interruption:
 def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruption]:
     """Return what interrupted the run, once for each attempt or job.
 
-    A supervisor that is killed writes nothing, and its ranks die with it. So an attempt without an
-    end was lost, once the next one begins or nothing of the run is running any more.
+    A supervisor that is killed writes no event, and its ranks die with it. So an attempt without an
+    end was lost if a later attempt has begun, or if no process of the run is running.
     """
     ends: list[Interruption] = []
     open_attempt: TrainingBegan | None = None
     inside: OutOfMemory | GaveUp | None = None  # why the open attempt is about to end
-    ended_job, step = "", 0
+    ended_job = ""
+    step = 0
     for before, event in zip([None, *ledger], ledger, strict=False):
         step = getattr(event, "step", None) or step
         if isinstance(event, TrainingBegan) and not (ended_job and began_in(event, ended_job)):
-            if inside is not None:  # restarted within the process, without a supervisor's word
+            if inside is not None:  # restarted within the process: the supervisor wrote no end
                 ends.append(Interruption(inside.time, event.step, inside.description))
             elif open_attempt is not None:
                 ends.append(_lost(event.time, event.step))
@@ -197,7 +209,7 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
             open_attempt = inside = None
         elif isinstance(event, AttemptEnded):
             if event.next in _FAILED:
-                # where training gave up by itself, the supervisor only saw a rank's exit status
+                # If training gave up, its own reason says more than the exit status in `cause`.
                 cause = str(inside.spike) if isinstance(inside, GaveUp) else event.cause
                 ends.append(Interruption(event.time, event.step, cause))
             open_attempt = inside = None
@@ -208,17 +220,18 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
             open_attempt, inside, ended_job = None, None, f"{event.job}.{event.restart}"
         elif isinstance(event, NodeReplaced):
             if ends and isinstance(before, AttemptEnded):
-                words = event.description
-                if event.reason is not ReplacedBecause.NODE_FAILED:  # else this is why it ended
-                    words = f"{ends[-1].description}; {words}"
-                ends[-1] = replace(ends[-1], description=words)
+                text = event.description
+                # A failed node is itself the reason for the end; others are added to it.
+                if event.reason is not ReplacedBecause.NODE_FAILED:
+                    text = f"{ends[-1].description}; {text}"
+                ends[-1] = replace(ends[-1], description=text)
         elif isinstance(event, SupervisorKilled):
             ends.append(Interruption(event.time, step, "its supervisor was killed"))
             open_attempt = inside = None
         elif isinstance(event, Canceled):
             open_attempt, inside, ended_job = None, None, event.job
-        elif isinstance(event, JobStarted):  # which may have the number of the one that ended
-            ended_job = ""
+        elif isinstance(event, JobStarted):
+            ended_job = ""  # this start can have the same job number as the ended one
     if inside is not None and not is_running:
         ends.append(Interruption(inside.time, step, inside.description))
     elif open_attempt is not None and not is_running:
@@ -243,23 +256,24 @@ def skipped_windows(ledger: Sequence[Event]) -> list[range]:
 
 def is_finished(event: Event) -> bool:
     """Return whether all steps were made."""
-    return _how(event) in (Outcome.FINISHED, NextAction.FINISHED)
+    return _end(event) in (Outcome.FINISHED, NextAction.FINISHED)
 
 
 def is_stopped(event: Event) -> bool:
-    """Return whether an attempt stopped on request, or no other was made."""
-    return isinstance(event, Interrupted) or _how(event) in (Outcome.STOPPED, NextAction.STOPPED)
+    """Return whether the event is a stop on request, of an attempt or before one."""
+    return isinstance(event, Interrupted) or _end(event) in (Outcome.STOPPED, NextAction.STOPPED)
 
 
-def _how(event: Event) -> Outcome | NextAction | None:
+def _end(event: Event) -> Outcome | NextAction | None:
     if isinstance(event, TrainingEnded):
         return event.outcome
     return event.next if isinstance(event, AttemptEnded) else None
 
 
 def time_spent(metrics: MetricsSummary, ledger: Sequence[Event], end: float) -> TimeSpent | None:
-    """Return what the time until `end` went into; None before a first interval of steps."""
-    # Neither finished, stopped nor in Slurm's queue, since the first start of ranks.
+    """Return how the run spent its time until `end`; None before its first interval of steps."""
+    # `elapsed` counts from the first start of ranks, without the time when the run was finished,
+    # stopped or in Slurm's queue.
     elapsed, since, has_begun = 0.0, None, False
     for event in ledger:
         has_begun = has_begun or isinstance(event, TrainingBegan)

@@ -1,8 +1,8 @@
-"""RUN/ledger.jsonl, the events of a run: the only module that writes and reads it. Torch-free.
+"""RUN/ledger.jsonl, the events of a run. No other module writes or reads it. Torch-free.
 
 A line is {"time": "2026-11-22T04:12:31.250+00:00", "event": "attempt_ended", FIELDS OF THE EVENT},
-without the fields that are None. The order of lines is what happened; times only say when, since
-the clocks of nodes jump and disagree.
+without the fields that are None. The order of events is the order of lines, not of times: the
+clocks of nodes jump and disagree.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pretrain.checkpoint.storage_retry import StorageRetry, with_retries
 from pretrain.rundir.events import Event
 from pretrain.rundir.history import without_refused_jobs
 
-NOTABLE_SECONDS = 60.0  # by which clocks of a cluster do not differ
+NOTABLE_SECONDS = 60.0  # the largest difference of clocks that needs no warning
 EVENTS = {kind.name(): kind for kind in Event.__subclasses__()}
 logger = logging.getLogger(__name__)
 
 
 def in_order(events: Sequence[Event], now: float) -> tuple[list[Event], int]:
-    """Return the events with times that never fall nor exceed `now`, and how many were far off.
+    """Return the events with corrected times, and how many were wrong by NOTABLE_SECONDS.
 
-    So no time between two events is negative, or counted twice.
+    The times never decrease and never exceed `now`, so no duration between events is negative.
     """
     latest, ordered, num_off = 0.0, [], 0
     for event in events:
@@ -47,15 +47,15 @@ class Ledger:
         self._retry = retry or StorageRetry()
 
     def append(self, event: Event) -> None:
-        """Add an event, with the time; it is on disk when this returns.
+        """Add an event with the present time; it is on disk when this returns.
 
-        Waits for storage that fails, for the time of the run.
+        While storage fails, waits for as long as the run does (`StorageRetry`).
         """
         event = replace(event, time=time.time())
         with_retries(self._retry, lambda: self._write(event))
 
     def append_if_possible(self, event: Event) -> None:
-        """Add an event that nothing waits for: if storage fails, it is only logged."""
+        """Add an event that the run can lack: if storage fails, only log it."""
         try:
             self._write(replace(event, time=time.time()))
         except OSError as error:
@@ -65,9 +65,9 @@ class Ledger:
         append_whole(self.path, event_line(event), sync=True)
 
     def history(self) -> list[Event]:
-        """Return the run's events, at times that can be subtracted from each other and from now.
+        """Return the run's events with times in order (`in_order`); warn if clocks differed.
 
-        Events of jobs that another job kept out are skipped. Warns if clocks differed.
+        Skips events of jobs that ended because another job had the run.
         """
         events, num_off = in_order(without_refused_jobs(self.read()), time.time())
         if num_off:
@@ -101,6 +101,3 @@ def event_line(event: Event) -> bytes:
     head = {"time": when.isoformat(timespec="milliseconds"), "event": event.name()}
     values = {name: value for name, value in fields.items() if value is not None}
     return json_text(head | values).encode() + b"\n"
-
-
-# ------------------------------------------------------------------------------------- questions

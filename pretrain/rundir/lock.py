@@ -1,12 +1,11 @@
-"""Who may write in a run directory: its locks, and the fence of its latest attempt. Torch-free.
+"""Locks of a run directory, and the fence that keeps old attempts from writing. Torch-free.
 
 RUN/launcher.lock, train.lock and submit.lock contain {"pid": 4711, "holder": "launcher",
-"hostname": "n1"}. The file stays when its holder ends; the kernel then drops the lock, whatever
-ended the process.
+"hostname": "n1"}. The kernel releases a lock when its holder ends in any way; the file stays.
 
 RUN/attempt contains the token of the latest attempt. Ranks on a node that was cut off from the
-network may still run after the run has restarted elsewhere. They find another token there, and exit
-before they write a measurement or publish a checkpoint.
+network may still run after the run has restarted elsewhere. When they reach the directory again,
+they find another token in the file and exit before they write a measurement or a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from foundation.files import named_errors, read_regular, read_value, write_text
 from foundation.locks import held_lock, is_locked_by
 from foundation.typed_values import json_text
 
-# A supervisor claims the run for the ranks it starts and passes them the token here; ranks without
-# one claim the run.
+# The token that a supervisor passes to its ranks, after it has claimed the run for them. Without a
+# supervisor, rank 0 claims the run.
 VARIABLE = "PRETRAIN_ATTEMPT"
 LONGEST = 1000  # bytes of a token
 
 
 class StaleAttempt(UserError):
-    """A newer attempt has the run."""
+    """Raised when a newer attempt has claimed the run."""
 
 
 class Fence:
@@ -41,7 +40,7 @@ class Fence:
         self._path = run_dir / "attempt"
 
     def claim(self) -> None:
-        """Become the latest attempt; every older one is fenced off from now on."""
+        """Become the latest attempt. From now on every older one fails its `check`."""
         write_text(self._path, self.token + "\n")
 
     def check(self) -> None:
@@ -64,15 +63,15 @@ class Lock:
     holder: str
     hostname: str
     since: float = 0.0
-    is_held: bool | None = None  # None where only its own host could tell
+    is_held: bool | None = None  # None if unknown: the process was on another host
 
 
 @contextlib.contextmanager
 def run_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]:
-    """Hold the lock, until this process ends at the latest; ConfigError names another holder.
+    """Hold the lock during the block; raise ConfigError if another process holds it.
 
-    A fenced process continues next to a holder on another host, which may be cut off from the
-    network and then cannot release its lock: the token of its attempt keeps it from writing.
+    A fenced process continues even if a process on another host holds the lock. That host may be
+    cut off from the network, so that its lock is never released; the fence keeps it from writing.
     """
     with held_lock(path) as file:
         if file is None:
@@ -80,7 +79,9 @@ def run_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]
             if is_fenced and lock and lock.hostname != socket.gethostname():
                 yield
                 return
-            if lock and lock.is_held is not False:  # else another than who wrote the file has it
+            # If the process in the file does not hold the lock, another one has just taken it and
+            # not written its name yet.
+            if lock and lock.is_held is not False:
                 named = f"process {lock.pid} ({lock.holder}) on {lock.hostname}"
             if lock and lock.is_held is None:
                 named = f"a process that only its host knows, the last was {named}"
@@ -91,7 +92,8 @@ def run_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]
         with named_errors(path.parent):
             file.truncate(0)
             owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname()}
-            # Past the buffer, which closing would try to write again, and fail without a name.
+            # Not through Python's buffer: after an error, closing the file would write the buffer
+            # again and raise an error that does not name the file.
             rest = json_text(owner).encode() + b"\n"
             while rest:
                 rest = rest[os.write(file.fileno(), rest) :]
@@ -101,12 +103,12 @@ def run_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]
 def read_lock(path: Path) -> Lock | None:
     """Return who took the lock last, and whether it is still held.
 
-    None if it was never taken, or this user may not look.
+    None if it was never taken, or this user may not read it.
     """
     try:
         owner, since = read_value(Lock, path), path.stat().st_mtime
     except (FileNotFoundError, PermissionError, ValueError):
-        return None  # also while it is being taken, or damaged
+        return None  # a ValueError: damaged, or another process is just writing it
     if not (owner.holder + owner.hostname).isprintable():
         return None
     is_here = owner.hostname == socket.gethostname()

@@ -1,9 +1,9 @@
-"""A run directory from a mirror, on a machine that never saw the run's disk. Torch-free.
+"""Restoring a run directory from a mirror, on a machine without the run's disk. Torch-free.
 
-Everything is checked before it gets its name: mirror.json field by field, then each file by size
-and SHA-256, then the checkpoint as every start does it. It arrives in a hidden directory and moves
-into place in this order: metrics, ledger, settings, checkpoint, run.json. Without run.json there is
-no run, so if this is killed, the same call continues with what has arrived.
+Files are fetched into a hidden directory and checked there: mirror.json field by field, each file
+by size and SHA-256, then the checkpoint as at every start. Then they are moved into place in this
+order: metrics, ledger, settings, checkpoint, run.json. A directory without run.json is no run, so
+if the process is killed, the same call continues with the files that it has.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from pretrain.rundir.metrics_file import summarize_file
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
-# The run may have been another cluster's: here these numbers may be jobs of other users.
+# Events of Slurm jobs are not restored: on this cluster the numbers can be jobs of other users.
 EVENTS_OF_JOBS = (Submitted, JobStarted, JobEnded, SupervisorKilled, NodeReplaced, Canceled)
 
 
 def restore_run(
     url: str, directory: Path, retry_policy: RetryPolicy | None = None, step: int | None = None
 ) -> int:
-    """Make a run directory that resumes from a checkpoint at `url`; returns its step, the latest.
+    """Make a run directory that resumes from the latest checkpoint at `url`, or from `step`.
 
-    If it holds the run already, only the checkpoint is put there, unless it is there and whole.
-    ConfigError if it holds another run, or a copy that has not got as far. If the checkpoint is not
-    what its index says, the CheckpointError names the previous step, which only a `step` takes.
+    Returns the step. If the directory already holds the run, only the checkpoint is put there,
+    unless a valid one is there. Raises ConfigError if the directory holds another run, or a copy
+    that has not reached the step; CheckpointError if the checkpoint is damaged, with the previous
+    step in its advice, because only the user may go back further.
     """
     store = ObjectStore(url, directory / SCRATCH, retry_policy)
     run_dir, existed = RunDir(directory), directory.exists()
@@ -58,7 +59,7 @@ def restore_run(
         try:
             return _restore(store, run_dir, step)
         except UserError:
-            # A wrong URL leaves nothing; files that have arrived stay.
+            # After a wrong URL remove the new directory; keep files that were fetched.
             if not existed and not any(entry.is_dir() for entry in store.scratch.iterdir()):
                 shutil.rmtree(store.scratch)
                 run_dir.remove_unused()
@@ -83,7 +84,9 @@ def _restore(store: ObjectStore, run_dir: RunDir, asked: int | None) -> int:
         load_config(RunConfig, RunDir(store.scratch).config_file)
     except CheckpointError as error:
         before = [earlier for earlier in steps if earlier < step]
-        advice = f"take the one before with --step {before[-1]}" if before else "use another mirror"
+        advice = (
+            f"take the previous one with --step {before[-1]}" if before else "use another mirror"
+        )
         where = "" if store.url in str(error) else f"{store.url}: "
         raise CheckpointError(f"{where}{error}; {advice}") from None
     if run_dir.exists():
@@ -97,7 +100,7 @@ def _restore(store: ObjectStore, run_dir: RunDir, asked: int | None) -> int:
 
 
 def _repair(store: ObjectStore, index: MirrorIndex, run_dir: RunDir, step: int) -> None:
-    """Put a checkpoint into a run directory whose ledger and metrics have got as far."""
+    """Put a checkpoint into a run directory whose ledger and metrics reach its step."""
     run_id, root = run_dir.identity.id, run_dir.checkpoints
     if run_id != index.run:
         raise ConfigError(
@@ -120,7 +123,7 @@ def _repair(store: ObjectStore, index: MirrorIndex, run_dir: RunDir, step: int) 
 
 
 def _move_into_place(scratch: Path, run_dir: RunDir, step: int, url: str) -> None:
-    """Make the run directory of what has arrived, run.json last."""
+    """Move the fetched files into the run directory, run.json last."""
     ledger = Ledger(scratch / "ledger.jsonl")
     events = [
         replace(event, job=None) if isinstance(event, AttemptEnded) else event

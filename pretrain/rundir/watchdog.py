@@ -1,12 +1,13 @@
-"""The watchdog of a rank: a process beside it, which ends it when it makes no progress.
+"""The watchdog of a rank: a second process, which ends the rank when it makes no progress.
 
-It counts only the time in which it runs itself. When Slurm suspends the job, or a debugger or the
-host freezes all of its processes, the watchdog stops with the rank. It needs nothing of the
-rank's interpreter, so a blocked one cannot prevent it. Only the standard library: it starts in
-milliseconds and stays small.
+The watchdog counts only the time while it runs itself. When Slurm suspends the job, or a
+debugger or the host freezes all its processes, the watchdog stops together with the rank. It is a
+process because a rank whose interpreter is blocked runs no Python thread. It imports only the
+standard library, to start in milliseconds and stay small.
 
-It runs before the rank's first import, which can hang on a network disk as a start of CUDA or NCCL
-can: `under_watchdog` starts it, then becomes the rank.
+Imports from a network disk can hang just as a start of CUDA or NCCL can. So the watchdog starts
+before them: the command line of `under_watchdog` runs this file, which forks the watchdog and then
+replaces itself by the rank's program (`become`).
 """
 
 from __future__ import annotations
@@ -23,38 +24,44 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-VARIABLE = "PRETRAIN_WATCHDOG"  # of `under_watchdog`: its channel, its process, its limit
-START_SECONDS = 600.0  # for a rank to come to the meeting, and then for all to meet
+# What `become` passes to the rank: the descriptor of the channel, the watchdog's pid, its limit.
+VARIABLE = "PRETRAIN_WATCHDOG"
+START_SECONDS = 600.0  # for a rank to reach the rendezvous, and then for all ranks to connect
 STACKS_SIGNAL = signal.SIGQUIT  # the rank's handler for it writes the stacks of all threads
-# By which the supervisor knows a hang. No handler, no core file.
+# Nothing else sends SIGALRM, so by it the supervisor recognizes a hang. It leaves no core file.
 END_SIGNAL = signal.SIGALRM
-_REPORT_SECONDS = 8.0  # that the rank may take for what it writes before its end
+_REPORT_SECONDS = 8.0  # for the rank to write its stacks and reports before it is ended
 _TICK_SECONDS = 1.0
 # The rank's answers to an expired limit.
 _WROTE_STACKS, _WROTE_ALL = b"stacks\n", b"all\n"
-# Slurm signals all processes of a step: requests for the ranks alone.
-_NOT_FOR_IT = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, STACKS_SIGNAL),
+# Slurm sends these to all processes of a step. They are for the ranks, so the watchdog blocks them.
+_SIGNALS_FOR_RANKS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGHUP,
+    STACKS_SIGNAL,
 )
 
 
 def under_watchdog(command: Sequence[str], seconds: float = START_SECONDS) -> list[str]:
-    """Return the command line that runs this one with a watchdog from its first moment on.
+    """Return the command line that runs `command` with a watchdog from the first moment on.
 
-    Until the program makes a Watchdog of its own, SIGQUIT does nothing.
+    SIGQUIT is ignored until the program installs a handler (`Heartbeat`).
     """
     return [sys.executable, "-I", "-S", __file__, str(seconds), *command]
 
 
 def start_limit(environment: Mapping[str, str]) -> float:
-    """Return how many seconds a rank has until it comes to the meeting."""
+    """Return how many seconds a rank has until it must reach the rendezvous."""
     return float(environment.get(VARIABLE, str(START_SECONDS)).split()[-1])
 
 
 class Watchdog:
-    """Ends this process unless it is notified every `seconds`, after the process has written why.
+    """The rank's end of its watchdog, which ends this process unless notified every `seconds`.
 
-    The one of `under_watchdog` if there is one, which then has this limit. 0: no limit.
+    If `become` has started a watchdog, it gets this limit; otherwise one is started. 0: no limit.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -63,7 +70,9 @@ class Watchdog:
             os.set_inheritable(self._channel, False)
         else:
             self._channel, theirs = _channel()
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)  # it inherits this
+            before = signal.pthread_sigmask(
+                signal.SIG_BLOCK, _SIGNALS_FOR_RANKS
+            )  # it inherits this
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", __file__, "--of", str(os.getpid()), str(seconds)],
@@ -77,17 +86,20 @@ class Watchdog:
         self.notify(seconds)
 
     def notify(self, seconds: float) -> None:
-        """Report progress; the next report is due in so many seconds."""
+        """Report progress; the next report is due within these seconds."""
         self._send(f"{seconds}\n".encode())
 
     def has_expired(self) -> bool:
-        """Return whether the limit has passed since the last call: the end is seconds away."""
+        """Return whether the watchdog has reported, since the last call, that it ends this process.
+
+        It does so when the rank has written its reports, or after _REPORT_SECONDS.
+        """
         with contextlib.suppress(OSError):  # nothing to read
             return bool(os.read(self._channel, 1))
         return False
 
     def wrote_stacks(self) -> None:
-        """Report that the stacks of all threads are written: no signal need ask for them."""
+        """Report that the stacks are written, so that the watchdog sends no STACKS_SIGNAL."""
         self._send(_WROTE_STACKS)
 
     def wrote_all(self) -> None:
@@ -95,14 +107,16 @@ class Watchdog:
         self._send(_WROTE_ALL)
 
     def close(self) -> None:
-        """Dismiss it."""
+        """End the watchdog."""
         with contextlib.suppress(OSError):
             os.close(self._channel)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._process, 0)
 
     def _send(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # it was killed, or does not run at the moment
+        # The watchdog was killed; or it is suspended and the channel is full. Neither may block or
+        # end the rank.
+        with contextlib.suppress(OSError):
             os.write(self._channel, line)
 
 
@@ -112,16 +126,17 @@ def _channel() -> tuple[int, int]:
 
 
 def expired_limit(channel: int, seconds: float) -> float | None:
-    """Wait until no report came for the seconds that the last one allows; return them.
+    """Wait until the rank's limit has passed without a report; return the limit in seconds.
 
-    None if the rank is gone.
+    Each report sets the limit for the next one. Returns None if the rank is gone.
     """
     idle, before = 0.0, time.monotonic()
     while idle < (seconds or math.inf):
         tick = min(_TICK_SECONDS, (seconds or math.inf) / 4)
         ready, _, _ = select.select([channel], [], [], tick)
         now = time.monotonic()
-        idle += min(now - before, 2 * tick)  # more than a tick has passed: we were suspended
+        # If far more than a tick has passed, this process was suspended, and the rank with it.
+        idle += min(now - before, 2 * tick)
         before = now
         if ready:
             if not (lines := os.read(channel, 1 << 16).split()):
@@ -133,8 +148,9 @@ def expired_limit(channel: int, seconds: float) -> float | None:
 def watch(channel: int, rank: int, seconds: float) -> None:
     """End the rank, our parent, if it reports no progress for too long.
 
-    It writes its stacks itself if its interpreter still runs. Python's own handler of a signal,
-    which needs no interpreter, has crashed processes whose other threads were running.
+    First the rank is asked to write its stacks from a thread. Only if its interpreter is blocked,
+    STACKS_SIGNAL makes faulthandler's C code write them: that has crashed processes with
+    other running threads.
     """
     limit = expired_limit(channel, seconds)
     if limit is None or os.getppid() != rank:
@@ -148,7 +164,7 @@ def watch(channel: int, rank: int, seconds: float) -> None:
 
 
 def _answers(channel: int) -> bytes:
-    """Tell the rank that its limit has expired, and return what it reports until it has done."""
+    """Tell the rank that its limit has expired; return its answers until it has written all."""
     answers, deadline = b"", time.monotonic() + _REPORT_SECONDS
     with contextlib.suppress(OSError):  # it is gone
         os.write(channel, b"!")
@@ -161,16 +177,17 @@ def _answers(channel: int) -> bytes:
 
 
 def become(command: Sequence[str], seconds: float) -> NoReturn:
-    """Fork the watchdog and become the command."""
+    """Fork the watchdog, then replace this process by the command, which keeps its pid."""
     rank, (ours, ranks) = os.getpid(), _channel()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_RANKS)
     if not (process := os.fork()):
         os.close(ranks)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         watch(ours, rank, seconds)
         os._exit(0)
     os.close(ours)
-    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until the rank can write stacks
+    # By default the signal would end the rank. It is ignored until `Heartbeat` installs a handler.
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.set_inheritable(ranks, True)
     os.environ[VARIABLE] = f"{ranks} {process} {seconds}"
@@ -178,7 +195,7 @@ def become(command: Sequence[str], seconds: float) -> NoReturn:
 
 
 def main() -> None:
-    """Run `watchdog.py SECONDS COMMAND...`, or `--of PID SECONDS` with a channel to it as stdin."""
+    """Run `watchdog.py SECONDS COMMAND...`, or `--of PID SECONDS` with the channel as stdin."""
     if sys.argv[1] == "--of":
         watch(sys.stdin.fileno(), int(sys.argv[2]), float(sys.argv[3]))
     else:

@@ -131,7 +131,7 @@ def test_a_rank_makes_its_gpu_current_before_anything_uses_one_and_names_it_to_n
         monkeypatch.setattr(torch.cuda, name, value)
     for name in ("init", "synchronize"):  # what makes a context, on GPU 0 if none is chosen
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: used.append(name))
-    monkeypatch.setattr(world, "meeting_store", lambda *_: None)
+    monkeypatch.setattr(world, "rendezvous_store", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(
         torch.distributed,

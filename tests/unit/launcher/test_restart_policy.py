@@ -376,7 +376,7 @@ def test_a_job_that_slurm_holds_after_a_prolog_names_the_node(tmp_path, monkeypa
     run_dir = RunDir.create(tmp_path / "run", RunConfig())
     job_exit = JobExit(THIS_JOB, run_dir.path, StopSignals(), most_futile=3)
     assert not job_exit.is_allocated()
-    job_exit.finish(EXIT_STOPPED)
+    job_exit.end_after_attempts(EXIT_STOPPED)
     state = read_state(run_dir.path)
     assert state.state == "requeued"
     assert "node n2" in state.reason
@@ -397,7 +397,7 @@ def test_a_stopping_job_is_requeued_on_a_full_disk(tmp_path, monkeypatch, caplog
     with run_dir.locked("launcher"), full_disk(4096):
         with pytest.raises(StopWhileWaiting):
             patient.ledger.append(attempt("7", RETRY, 0, 0))
-        job_exit.finish(EXIT_STOPPED)
+        job_exit.end_after_attempts(EXIT_STOPPED)
     assert (tmp_path / "scontrol.requeue").exists()
     missing = [each for each in caplog.messages if " not in the ledger: " in each]
     assert len(missing) == (2 if answer == "denied" else 1)

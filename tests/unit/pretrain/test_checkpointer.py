@@ -217,8 +217,8 @@ def test_a_save_that_finds_no_host_memory_may_be_followed_by_another():
     for kind in (torch.empty, bytearray):
         with pytest.raises((RuntimeError, MemoryError)) as caught:
             kind(1 << 60)
-        assert SaveProblem.of(caught.value).may_pass
-    assert not SaveProblem.of(RuntimeError("another")).may_pass
+        assert SaveProblem.of(caught.value).is_transient
+    assert not SaveProblem.of(RuntimeError("another")).is_transient
 
 
 SECONDS = 20
@@ -361,6 +361,6 @@ def test_other_runs_steps_are_not_used(world, tmp_path, caplog, step, num_ranks,
     assert local.offered() == ([] if why else [step])
     if not why:
         assert local.get(step).step == step
-    local.tell_unused(6 if why else step, known=0)
+    local.log_unused(6 if why else step, known=0)
     assert bool(re.search(f"rank 0: {why}.* step 6", caplog.text)) == bool(why)
     assert list(root.glob("step-*")), "nothing goes before this start has saved a step"

@@ -28,7 +28,7 @@ from foundation.files import await_text
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.run import EngineConfig, ModelConfig, RunConfig
 from pretrain.distributed.rank_device import gpu_index
-from pretrain.distributed.rendezvous import collective_timeout, meeting_store
+from pretrain.distributed.rendezvous import collective_timeout, rendezvous_store
 from pretrain.distributed.world import (
     destroy_process_group,
     init_world,
@@ -175,10 +175,10 @@ def met(number: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> list[Store]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")  # is not used, and restored afterwards
     stores: list[Store] = []
-    second = threading.Thread(target=lambda: stores.append(meeting_store(1, 2)))
+    second = threading.Thread(target=lambda: stores.append(rendezvous_store(1, 2)))
     second.start()
     time.sleep(0.1)  # it comes before rank 0 has written the file
-    first = meeting_store(0, 2)
+    first = rendezvous_store(0, 2)
     second.join(30)
     first.set("run", str(number))
     return [first, *stores]
