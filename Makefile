@@ -96,7 +96,6 @@ mutants: $(DEV_STAMP)  ## break the code in each place of tests/mutants, run its
 
 coverage: $(DEV_STAMP)  ## how often the intervals of scaling fits hold the truth, on simulated sweeps
 	python -m tests.interval_coverage
-	python -m tests.task_coverage
 
 chaos: $(DEV_STAMP)  ## a two-rank run disturbed and killed at 30 random moments, compared bitwise with the undisturbed one
 	OMP_NUM_THREADS=1 python -m tests.helpers.chaos --kills 30

@@ -30,10 +30,6 @@ PROGRAM = Program(
             "pretrain.commands.scale_fit:report",
             "write what a table of runs shows as one HTML page: a fit, rates, lengths or variants",
         ),
-        "tasks": (
-            "pretrain.commands.scale_tasks",
-            "predict the accuracy of a task: from size and data to its loss, from that to it",
-        ),
         "memory": (
             "pretrain.commands.scale_memory",
             "fit the loss over size, tokens and memory length, and name the memory that pays",

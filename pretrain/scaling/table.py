@@ -68,7 +68,6 @@ class Points:
     budget_P: Array
     progress_P: Array
     holdout_P: Array
-    accuracy_P: Array | None = None  # of a task; NaN for a run without one
     excluded: tuple[Exclusion, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -80,11 +79,7 @@ class Points:
     def take(self, chosen_P: Array) -> Points:
         """The points of a mask or of indices."""
         indices = np.flatnonzero(chosen_P) if chosen_P.dtype == bool else chosen_P
-        columns = {
-            name: array[indices]
-            for name, array in vars(self).items()
-            if name[-2:] == "_P" and array is not None
-        }
+        columns = {name: array[indices] for name, array in vars(self).items() if name[-2:] == "_P"}
         return replace(self, names=tuple(self.names[i] for i in indices), **columns)
 
     def without(self, bad_P: Array, reason_of: Callable[[int], str]) -> Points:
@@ -136,7 +131,6 @@ class Columns:
     progress: str = "progress"  # fraction of the learning-rate schedule; absent: all of it
     holdout: str = "holdout"  # true: predicted, never fitted
     excluded: str = "excluded"  # not empty: why the run takes no part
-    accuracy: str = ""  # of a task
 
     @classmethod
     def parse(cls, items: Sequence[str]) -> Columns:
@@ -326,7 +320,6 @@ class _Table:
             budget_P=self.numbers("budget") if has_budget else grouped_budgets(sizes["flops"]),
             progress_P=progress_P,
             holdout_P=np.array(holdouts, bool),
-            accuracy_P=self._values(self.columns.accuracy) if self.columns.accuracy else None,
             notes=tuple(notes),
             warnings=(warning,) if warning else (),
             source=str(self.path),

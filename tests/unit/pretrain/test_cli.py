@@ -34,7 +34,7 @@ print(json.dumps(found))
 """
 ACTIONS = {
     "checkpoint": ("list", "verify", "fetch"),
-    "scale": ("plan", "collect", "fit", "tasks", "report", "memory"),
+    "scale": ("plan", "collect", "fit", "report", "memory"),
 }
 
 
