@@ -31,11 +31,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from foundation.errors import ConfigError, UserError, exit_status_of
+from foundation.errors import ConfigError, UserError, did_you_mean, exit_status_of
 from foundation.programs import versions
 from foundation.settings import Setting, settings_of, suggestion
 from foundation.typed_values import json_text
-from foundation.yaml_files import did_you_mean
 
 _OVERRIDES = "KEY=VALUE"
 _HELP_WIDTH = 80

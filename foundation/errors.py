@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import json
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from foundation.credentials import redacted
@@ -234,3 +235,11 @@ def _is_out_of_inodes(error: OSError) -> bool:
             # Without inodes of a fixed number (Btrfs) all counts are 0.
             return bool(system.f_files and not system.f_favail and system.f_bavail)
     return False
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """Return the end of an error message: the closest of `names`, or all if none is close."""
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; expected one of: {', '.join(sorted(names))}" if names else ""

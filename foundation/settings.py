@@ -22,18 +22,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from foundation.credentials import problem_of, redacted
-from foundation.errors import ConfigError, shown
+from foundation.errors import ConfigError, did_you_mean, shown
 from foundation.paths import path_text
 from foundation.sizes import is_like_size, parse_size, size_example
 from foundation.typed_values import InvalidValue, Problem, from_tree, is_sha256
-from foundation.yaml_files import (
-    WrittenFloat,
-    WrittenInt,
-    did_you_mean,
-    merge,
-    parse_override,
-    read_tree,
-)
+from foundation.yaml_files import WrittenFloat, WrittenInt, merge, parse_override, read_tree
 
 COMMAND_LINE = "command line"
 MOST_PROBLEMS = 20  # in one message

@@ -5,15 +5,14 @@ The only module that imports PyYAML, and late: commands that read no file should
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from foundation.errors import ConfigError, shown
+from foundation.errors import ConfigError, did_you_mean, shown
 from foundation.files import YAML_SUFFIXES, read_regular
 
 Tree = dict[str, Any]
@@ -299,11 +298,3 @@ def require_yaml_name(file: Path) -> None:
     """Raise ConfigError unless a file that is to be written has a YAML file's name."""
     if file.suffix not in YAML_SUFFIXES:
         raise ConfigError(f"{file} does not end in .yaml; name it {file}.yaml")
-
-
-def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """Return the end of an error message: the closest of `names`, or all if none is close."""
-    close = difflib.get_close_matches(name, names, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; expected one of: {', '.join(sorted(names))}" if names else ""

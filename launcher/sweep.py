@@ -38,7 +38,7 @@ from pretrain.rundir.events import Submitted
 from pretrain.rundir.exit_statuses import EXIT_STOPPED, describe_exit
 from pretrain.rundir.ownership import make_run_directory, refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
-from pretrain.sweeps.cells import PlacedCell, config_of, other_settings, refuse_others
+from pretrain.sweeps.cell_runs import PlacedCell, config_of, other_settings, refuse_others
 from pretrain.sweeps.sweep_file import Sweep
 
 ARRAYS = ".arrays"  # next to the cells' directories; no cell's name starts with a dot

@@ -22,7 +22,8 @@ import numpy as np
 from foundation.errors import DataError
 from pretrain.scaling.fit import approach_of
 from pretrain.scaling.frontier import Approach, fit_isoflop
-from pretrain.scaling.law import Interval, Law, LawLine, fit_parametric
+from pretrain.scaling.intervals import Interval
+from pretrain.scaling.law import Law, LawLine, fit_parametric
 from pretrain.scaling.table import Points
 from pretrain.terminal.text import fitted_table
 from tests.helpers.scaling import BESIROGLU, CS336, HOFFMANN, SIX_N, simulated

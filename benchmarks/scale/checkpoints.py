@@ -19,6 +19,7 @@ from benchmarks.scale.costs import RANKS, Cost
 from benchmarks.scale.instruments import counted_files
 from data_pipeline.lanes.segment_batch import LaneCursor
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint.disk import publish
 from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.load import FragmentReader
@@ -89,7 +90,7 @@ def publication_seconds(root: Path, ranks: int) -> float:
     publish(partial, final, index_of(ranks, ranks), reports)
     seconds = time.perf_counter() - start
     assert len(read_index(final).pieces) == PARAMETERS
-    files.remove(final)
+    retention.remove(final)
     return seconds
 
 
@@ -106,4 +107,4 @@ def costs_of(directory: Path, ranks: int) -> Iterator[tuple[str, float]]:
     with counted_files(path) as counts, FragmentReader(checkpoint) as reader:
         reader.copy_into(torch.empty(ELEMENTS), "w", ELEMENTS * (ranks // 2), "weight")
     yield "opened", counts["opened"]
-    files.remove(path)
+    retention.remove(path)

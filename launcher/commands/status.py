@@ -10,7 +10,7 @@ from foundation.typed_values import json_text
 from launcher.run_state import is_run, read_states
 from launcher.status_tables import console, one_run, runs_table
 from pretrain.rundir.run_paths import RUNS, run_path
-from pretrain.sweeps.cells import find_runs, runs_of
+from pretrain.sweeps.cell_runs import find_runs, runs_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

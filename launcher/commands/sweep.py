@@ -31,7 +31,7 @@ from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import accumulation_steps
 from pretrain.rundir.exit_statuses import EXIT_STOPPED
 from pretrain.rundir.run_dir import RunDir
-from pretrain.sweeps.cells import cells_directory
+from pretrain.sweeps.cell_runs import cells_directory
 from pretrain.sweeps.sweep_file import Sweep, read_sweep
 from pretrain.terminal.text import counted
 

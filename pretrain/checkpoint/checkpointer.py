@@ -14,7 +14,7 @@ import torch
 
 from foundation.errors import UserError
 from foundation.typed_values import to_tree
-from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.load import (
@@ -263,7 +263,9 @@ class Checkpointer:
         try:
             self._disk.remove_undone(published)
             valid = [step for step in steps_that_count(root) if step <= published]
-            files.prune(root, valid, kept.keep_last, kept.keep_every, suspected_since, self._held())
+            retention.prune(
+                root, valid, kept.keep_last, kept.keep_every, suspected_since, self._held()
+            )
         except Exception as error:
             logger.warning("old checkpoints stay: %s", error)
 

@@ -26,10 +26,12 @@ from typing import Any
 from foundation.files import move, named_errors, own_file, sha256_of, sync_file, write_text
 from foundation.typed_values import json_text
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.directory import INDEX, MARKER, remove
+from pretrain.checkpoint import retention
+from pretrain.checkpoint.directory import INDEX, MARKER
 from pretrain.checkpoint.facts import Destination
 from pretrain.checkpoint.index import INDEX_FORMAT, Checkpoint, read_index
 from pretrain.checkpoint.pieces import merged_pieces
+from pretrain.checkpoint.retention import remove
 from pretrain.checkpoint.verify import check_sizes, verify
 from pretrain.errors import CheckpointError
 
@@ -102,7 +104,7 @@ class Disk:
 
     def discard(self, step: int) -> None:
         """Remove what this attempt has put there and not published."""
-        files.discard_partial(self.partial(step))
+        retention.discard_partial(self.partial(step))
 
     def steps(self) -> list[int]:
         return files.steps_on_disk(self.root)
@@ -118,7 +120,7 @@ class Disk:
         for step in self.steps():
             directory = files.step_directory(self.root, step)
             if step > published and not self._is_own(directory):
-                files.remove(directory)
+                retention.remove(directory)
 
     def _is_own(self, directory: Path) -> bool:
         with contextlib.suppress(CheckpointError):

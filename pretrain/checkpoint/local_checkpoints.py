@@ -29,6 +29,7 @@ from foundation.ownership import private_directory
 from foundation.settings import differences
 from foundation.typed_values import json_text, to_tree
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.facts import AttemptHistory, Destination
 from pretrain.checkpoint.index import Checkpoint, read_index
@@ -221,7 +222,7 @@ class LocalCheckpoints:
                 raise UserError(f"found the run's id {disk.run_id!r}, expected 12 hex digits")
             private_directory(folder)
             private_directory(disk.root)
-            files.remove_partial(disk.root)
+            retention.remove_partial(disk.root)
         except (OSError, UserError) as error:
             problem = os_error_text(error)
         problems = gather_values(problem, str)
@@ -287,7 +288,7 @@ class LocalCheckpoints:
 
 def _prune(disk: Disk, published: int) -> None:
     disk.remove_undone(published)
-    files.prune(disk.root, disk.steps(), KEPT)
+    retention.prune(disk.root, disk.steps(), KEPT)
 
 
 def _first_problem(problems: list[str]) -> str:

@@ -28,6 +28,7 @@ from foundation.files import Content, content_of, move, read_regular, write_text
 from foundation.paths import path_below
 from foundation.typed_values import Line, between, from_json, json_text, parse_json
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint.disk import Check
 from pretrain.checkpoint.index import Checkpoint, read_index
 from pretrain.checkpoint.verify import verify
@@ -132,7 +133,7 @@ class MirrorIndex:
         """Return the index with the new checkpoint and those that the run keeps or has on disk."""
         by_step = {stored.step: stored for stored in self.checkpoints} | {new.step: new}
         steps = sorted(by_step)
-        old = files.steps_to_prune(steps, steps, kept.keep_last, kept.keep_every, on_disk)
+        old = retention.steps_to_prune(steps, steps, kept.keep_last, kept.keep_every, on_disk)
         return MirrorIndex(self.run, tuple(by_step[step] for step in steps if step not in old))
 
     def unnamed(self, names: Sequence[str]) -> list[str]:
@@ -254,7 +255,7 @@ class ObjectStore:
         """Fetch a checkpoint into the run directory's `root`, where it replaces a damaged one."""
         checkpoint, final = self.get(index, step, with_run=False), files.step_directory(root, step)
         if final.exists():
-            files.remove(final)
+            retention.remove(final)
         move(checkpoint.directory, final)
         logger.info("fetched step %d from %s", step, self.url)
 

@@ -23,6 +23,7 @@ from data_pipeline.corpora.web_requests import RetryPolicy
 from foundation.errors import UserError, os_error_text
 from foundation.files import make_directory
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint.facts import (
     Candidate,
     Destination,
@@ -164,7 +165,7 @@ class _Search:
                         f"{self.root}: missing, although every run has it; bring it back"
                     )
                 make_directory(self.root)
-            files.remove_partial(self.root)
+            retention.remove_partial(self.root)
             self._add(files.steps_on_disk(self.root), Destination.RUN_DIRECTORY, str(self.root))
             self._add(local, Destination.NODES, Destination.NODES.value)
             for url in self.past.stores:

@@ -9,7 +9,7 @@ from foundation.cli import Answer, add_json, check_output_directory
 from pretrain.reporting.run_history import read_histories
 from pretrain.reporting.run_page import write_comparison, write_report
 from pretrain.rundir.run_paths import run_path
-from pretrain.sweeps.cells import runs_of
+from pretrain.sweeps.cell_runs import runs_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,11 +38,11 @@ from pretrain.scaling.fit import (
     run_doubts,
 )
 from pretrain.scaling.frontier import Approach
-from pretrain.scaling.law import amount, as_loss, shown
+from pretrain.scaling.intervals import amount, as_loss, shown
 from pretrain.scaling.recipe import Family, run_of_size
 from pretrain.scaling.report import fit_lines, fit_tree, write_fit_page
 from pretrain.scaling.table import Columns, Points, read_points
-from pretrain.sweeps.cells import cells_directory, cells_of
+from pretrain.sweeps.cell_runs import cells_directory, cells_of
 from pretrain.sweeps.sweep_file import read_sweep
 from pretrain.terminal.text import counted, fitted_table
 

@@ -11,7 +11,7 @@ from foundation.errors import ConfigError
 from foundation.sizes import amount_of
 from pretrain.commands.scale import check_amount
 from pretrain.scaling.collect import read_rows
-from pretrain.scaling.law import LEVEL, amount, as_loss, shown
+from pretrain.scaling.intervals import LEVEL, amount, as_loss, shown
 from pretrain.scaling.memory_law import (
     BestMemory,
     MemoryFit,

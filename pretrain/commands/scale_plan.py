@@ -24,7 +24,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.costs.flops import computed_step_flops
 from pretrain.costs.hardware import GIB, Hardware
-from pretrain.scaling.law import amount
+from pretrain.scaling.intervals import amount
 from pretrain.scaling.learning_rate import FEWEST_RATES, TunedRule
 from pretrain.scaling.machine import Machine, placement, placement_totals
 from pretrain.scaling.plan import (

@@ -15,7 +15,7 @@ import numpy as np
 from foundation.errors import DataError
 from pretrain.comparisons.comparison import member_name
 from pretrain.scaling.collect import FAR, PROBED, Row
-from pretrain.scaling.law import amount, as_loss
+from pretrain.scaling.intervals import amount, as_loss
 from pretrain.terminal.text import counted, flops_text, format_number
 
 

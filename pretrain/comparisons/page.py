@@ -23,7 +23,7 @@ from pretrain.reporting.charts import (
 )
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.fit_charts import LOSS
-from pretrain.scaling.law import amount, as_loss
+from pretrain.scaling.intervals import amount, as_loss
 from pretrain.scaling.learning_rate import Tuned, best_rate_lines, rates_table, tuned_rates
 from pretrain.scaling.report import Part, write_parts
 from pretrain.scaling.table import csv_rows

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from foundation.credentials import is_variable_name, referenced_variable
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, did_you_mean
 from foundation.settings import MOST_THREADS, Range, check_ranges, load_config, setting
 from foundation.typed_values import to_tree
-from foundation.yaml_files import did_you_mean, find_config
+from foundation.yaml_files import find_config
 from pretrain.config.devices import device_named
 
 MOST_RANKS = 1024  # of a node

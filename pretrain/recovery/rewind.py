@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from data_pipeline.lanes.segment_batch import SegmentBatch
-from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.replicas import NonFiniteError
 from pretrain.checkpoint.resume_point import NO_PAST, find_resume_point
@@ -268,7 +268,7 @@ def rewind(
         # The event comes first. It takes later steps out of the run's history, whatever is still
         # there after a crash; without it, missing steps would look lost.
         run_dir.ledger.append(event)
-        files.discard_from(run_dir.checkpoints, spike.first_step)
+        retention.discard_from(run_dir.checkpoints, spike.first_step)
         logger.warning(
             "recovery: %s (rewind %d of at most %d)", event.description, len(rewinds) + 1, most
         )

@@ -19,6 +19,7 @@ from foundation.errors import ConfigError, UserError
 from foundation.files import make_directory, move, write_text
 from foundation.settings import load_config
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint.object_store import SCRATCH, MirrorIndex, ObjectStore
 from pretrain.checkpoint.verify import verify
 from pretrain.config.run import RunConfig
@@ -139,7 +140,7 @@ def _move_into_place(scratch: Path, run_dir: RunDir, step: int, url: str) -> Non
         move(scratch / name, run_dir.path / name)
     final = files.step_directory(run_dir.checkpoints, step)
     if final.exists():
-        files.remove(final)
+        retention.remove(final)
     move(files.step_directory(scratch, step), final)
     move(scratch / "run.json", run_dir.path / "run.json")
     shutil.rmtree(scratch)

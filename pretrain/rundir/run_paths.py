@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from foundation.errors import did_you_mean
 from foundation.files import YAML_SUFFIXES
-from foundation.yaml_files import did_you_mean
 
 RUNS = Path("runs")
 EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export

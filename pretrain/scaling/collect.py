@@ -18,9 +18,9 @@ from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.history import find_events
 from pretrain.rundir.metric_names import set_losses, task_columns
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.law import amount
+from pretrain.scaling.intervals import amount
 from pretrain.scaling.table import csv_rows
-from pretrain.sweeps.cells import PlacedCell
+from pretrain.sweeps.cell_runs import PlacedCell
 from pretrain.terminal.text import flops_text
 
 MISTUNED = 0.005  # of the loss: what another rate may gain

@@ -21,18 +21,15 @@ from pretrain.scaling.frontier import (
     fit_lowest_runs,
     law_of,
 )
+from pretrain.scaling.intervals import Interval, as_loss, as_size, shown
 from pretrain.scaling.law import (
     FEWEST_FREE,
     TOLERATED,
     FlopsLaw,
-    Interval,
     LawLine,
     ParametricFit,
-    as_loss,
-    as_size,
     fit_flops_law,
     fit_parametric,
-    shown,
 )
 from pretrain.scaling.table import Array, Points, usable
 from pretrain.terminal.text import counted

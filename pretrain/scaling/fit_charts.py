@@ -21,7 +21,7 @@ from pretrain.reporting.charts import (
 )
 from pretrain.scaling.fit import LIMITS, Fit
 from pretrain.scaling.frontier import Approach
-from pretrain.scaling.law import LEVEL, Interval
+from pretrain.scaling.intervals import LEVEL, Interval
 from pretrain.scaling.table import Array
 
 if TYPE_CHECKING:

@@ -15,16 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.scaling.law import (
-    FEWEST_FREE,
-    FEWEST_GROUPS,
-    FlopsLaw,
-    Interval,
-    LawLine,
-    ParametricFit,
-    jackknife,
-    students,
-)
+from pretrain.scaling.intervals import Interval, jackknife, students
+from pretrain.scaling.law import FEWEST_FREE, FEWEST_GROUPS, FlopsLaw, LawLine, ParametricFit
 from pretrain.scaling.table import Array, Points
 from pretrain.terminal.text import counted
 

@@ -20,7 +20,7 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import run_cost
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.frontier import parabola
-from pretrain.scaling.law import Interval, amount, as_loss, as_size, students
+from pretrain.scaling.intervals import Interval, amount, as_loss, as_size, students
 from pretrain.scaling.table import Array
 from pretrain.terminal.text import counted
 

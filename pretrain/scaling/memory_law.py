@@ -18,7 +18,7 @@ import numpy as np
 
 from foundation.errors import DataError
 from pretrain.scaling.collect import Row
-from pretrain.scaling.law import Interval, groups_of, jackknife
+from pretrain.scaling.intervals import Interval, groups_of, jackknife
 from pretrain.scaling.table import Array
 from pretrain.terminal.text import counted
 

@@ -22,7 +22,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import EvaluationConfig, RunConfig
 from pretrain.costs.flops import run_cost
 from pretrain.costs.run_time import run_time
-from pretrain.scaling.law import amount
+from pretrain.scaling.intervals import amount
 from pretrain.scaling.recipe import Family, power_of_two, with_steps
 
 _FAMILY = {1e7: "10m", 3e7: "30m", 1e8: "100m", 3e8: "300m", 1e9: "1b", 3e9: "3b", 7e9: "7b"}

@@ -34,12 +34,10 @@ from pretrain.rundir.code_version import code_version
 from pretrain.scaling.fit import TITLES, Fit
 from pretrain.scaling.fit_charts import frontier_chart, residuals_chart, sizes_chart, valleys_chart
 from pretrain.scaling.frontier import Approach, law_of
-from pretrain.scaling.law import (
+from pretrain.scaling.intervals import (
     LEVEL,
     MOST_GROUPS,
-    NAMES,
     Interval,
-    LawLine,
     Text,
     as_exponent,
     as_factor,
@@ -47,6 +45,7 @@ from pretrain.scaling.law import (
     as_size,
     shown,
 )
+from pretrain.scaling.law import NAMES, LawLine
 from pretrain.terminal.text import counted, text_table
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ import numpy as np
 from foundation.errors import ConfigError, DataError
 from pretrain.scaling.fit import TITLES
 from pretrain.scaling.frontier import Line, fit_isoflop
-from pretrain.scaling.law import LEVEL, FlopsLaw, Law, LawLine, as_size, fit_flops_law, refit
+from pretrain.scaling.intervals import LEVEL, as_size
+from pretrain.scaling.law import FlopsLaw, Law, LawLine, fit_flops_law, refit
 from pretrain.scaling.plan import PlannedRun
 from pretrain.scaling.table import Array, Points
 

@@ -16,11 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from foundation.errors import ConfigError, DataError, shown
+from foundation.errors import ConfigError, DataError, did_you_mean, shown
 from foundation.files import LARGEST_LIST_BYTES, read_text
 from foundation.tables import read_csv
 from foundation.typed_values import parse_json
-from foundation.yaml_files import did_you_mean
 from pretrain.terminal.text import counted
 
 Array = np.ndarray

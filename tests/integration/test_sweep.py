@@ -25,7 +25,7 @@ from pretrain.cli import main as pretrain
 from pretrain.rundir.code_version import code_version
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import row_of
-from pretrain.sweeps.cells import cells_of, config_of
+from pretrain.sweeps.cell_runs import cells_of, config_of
 from pretrain.sweeps.sweep_file import read_sweep
 
 STEPS = 160

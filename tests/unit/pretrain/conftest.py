@@ -10,7 +10,7 @@ from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.corpus import Corpus
 from foundation.files import write_text
-from pretrain.sweeps.cells import config_of
+from pretrain.sweeps.cell_runs import config_of
 from pretrain.sweeps.sweep_file import read_sweep
 from tests.helpers.scaling_runs import EXPERIMENT, command, train_by_the_law
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint.disk import publish
 from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.resume_point import find_resume_point
@@ -229,22 +230,22 @@ def test_damage_that_shows_without_reading_tensors_is_no_progress(root, name, ho
 def test_refused_checkpoints_prune_no_valid_one_and_go_when_they_are_old(root, world):
     for step in (3, 4):
         flip_a_bit(publish_step(root, step) / files.MARKER)
-    assert files.prune(root, steps_that_count(root), keep_last=1) == [1]
+    assert retention.prune(root, steps_that_count(root), keep_last=1) == [1]
     assert find_resume_point(root, world, "").step == 2
     publish_step(root, 5)
-    assert files.prune(root, steps_that_count(root), keep_last=1) == [2, 3, 4]
-    assert files.prune(root, [], keep_last=1) == []
+    assert retention.prune(root, steps_that_count(root), keep_last=1) == [2, 3, 4]
+    assert retention.prune(root, [], keep_last=1) == []
 
 
 def test_a_rewind_removes_also_the_checkpoint_of_the_first_bad_step(root):
     publish_step(root, 5)
-    files.discard_from(root, 2)
+    retention.discard_from(root, 2)
     assert files.steps_on_disk(root) == [1]
 
 
 def test_a_checkpoint_that_cannot_be_removed_stays_and_fails_no_save(root, caplog):
     with without_root_permissions():
-        assert files.prune(root, [1, 2], keep_last=1) == []
+        assert retention.prune(root, [1, 2], keep_last=1) == []
     assert files.steps_on_disk(root) == [1, 2]
     assert "step-00000001" in caplog.text
 
@@ -334,7 +335,7 @@ def test_what_belongs_to_another_checkpoint_is_named_and_the_one_before_is_used(
 )
 def test_what_is_pruned_is_neither_among_the_latest_nor_kept_for_a_reason(keeps, removed):
     steps = list(range(1, 8))
-    assert files.steps_to_prune(steps, steps, **{"keep_every": 0, **keeps}) == removed
+    assert retention.steps_to_prune(steps, steps, **{"keep_every": 0, **keeps}) == removed
 
 
 def test_publishing_again_replaces_an_invalid_checkpoint(tmp_path: Path) -> None:
@@ -369,7 +370,7 @@ def test_a_step_that_is_a_link_is_refused_and_what_it_leads_to_is_never_removed(
         verify(link)
     assert not counts(link)
     publish_step(root, 2)
-    assert files.prune(root, [2], keep_last=1) == [1]
+    assert retention.prune(root, [2], keep_last=1) == [1]
     assert [entry.name for entry in root.iterdir()] == ["step-00000002"]
     assert sorted(elsewhere.iterdir()) == before
 

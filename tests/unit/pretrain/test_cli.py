@@ -17,7 +17,7 @@ from pretrain.config.run import ModelConfig, RunConfig
 from pretrain.engines.engine import is_out_of_memory
 from pretrain.rundir.exit_statuses import EXIT_SITE_FAILED
 from pretrain.rundir.run_dir import RunDir
-from pretrain.sweeps.cells import find_runs, runs_of
+from pretrain.sweeps.cell_runs import find_runs, runs_of
 from pretrain.terminal.text import counted, distinguished, fitted_table, si, step_time, text_table
 from tests.helpers.checkout import ROOT
 

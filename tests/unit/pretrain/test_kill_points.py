@@ -29,6 +29,7 @@ from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.segment_batch import LaneCursor
 from foundation.files import atomic_write
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint.disk import publish
 from pretrain.checkpoint.verify import latest_valid, steps_that_count
 from pretrain.config.resolve import resolve
@@ -135,7 +136,7 @@ class Run:
         ]
 
     def _restore(self) -> LaneCursor | None:
-        files.remove_partial(self.run_dir.checkpoints)
+        retention.remove_partial(self.run_dir.checkpoints)
         found = latest_valid(self.run_dir.checkpoints, say=_never_rejected)
         if found is None:
             return None
@@ -181,7 +182,7 @@ class Run:
         in_order = [reports[rank] for rank in range(self.world_size)]
         publish(partial, final, index_of(self.step, self.world_size), in_order)
         root = self.run_dir.checkpoints
-        files.prune(root, steps_that_count(root), keep_last=2)
+        retention.prune(root, steps_that_count(root), keep_last=2)
 
     def seen(self) -> dict[str, int]:
         """What each lane has read, as measurements are: numbers."""

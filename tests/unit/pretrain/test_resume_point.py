@@ -18,6 +18,7 @@ import pytest
 from foundation.files import content_of
 from foundation.typed_values import from_json, to_tree
 from pretrain.checkpoint import directory as files
+from pretrain.checkpoint import retention
 from pretrain.checkpoint import verify as verify_module
 from pretrain.checkpoint.disk import Disk
 from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past, Refusal, choose_candidate
@@ -334,7 +335,7 @@ def prune_and_publish(root: Path) -> None:
     """What a run with keep_last=1 does."""
     newest = max(files.steps_on_disk(root))
     publish_step(root, newest + 10)
-    files.prune(root, steps_that_count(root), keep_last=1)
+    retention.prune(root, steps_that_count(root), keep_last=1)
 
 
 @pytest.mark.parametrize("moment", ["read_index", "check_share"])

@@ -20,7 +20,7 @@ from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import run_cost
 from pretrain.scaling.law import Law
-from pretrain.sweeps.cells import config_of
+from pretrain.sweeps.cell_runs import config_of
 from pretrain.sweeps.sweep_file import read_sweep
 from tests.helpers.checkout import ROOT
 from tests.helpers.scaling_runs import train_by_the_law

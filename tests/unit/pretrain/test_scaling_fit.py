@@ -17,18 +17,16 @@ from pretrain.commands import scale
 from pretrain.scaling import frontier, report
 from pretrain.scaling.fit import LIMITS, fit_all
 from pretrain.scaling.frontier import NO_LOSS, fit_frontier, fit_isoflop, fit_lowest_runs
+from pretrain.scaling.intervals import MOST_GROUPS, as_size, shown
 from pretrain.scaling.law import (
-    MOST_GROUPS,
     FlopsLaw,
     Law,
     LawLine,
-    as_size,
     fit_flops_law,
     fit_parametric,
     log_loss,
     log_optimum,
     minimize,
-    shown,
 )
 from pretrain.scaling.report import MOST_WARNINGS, WIDTH, fit_lines, law_intervals
 from pretrain.scaling.table import Columns, Points, read_points, usable

@@ -30,12 +30,13 @@ from pretrain.costs.hardware import GIB, USABLE
 from pretrain.scaling import simulation
 from pretrain.scaling.collect import Row, read_rows, write_rows
 from pretrain.scaling.frontier import fit_isoflop
-from pretrain.scaling.law import Interval, fit_flops_law, fit_parametric
+from pretrain.scaling.intervals import Interval
+from pretrain.scaling.law import fit_flops_law, fit_parametric
 from pretrain.scaling.learning_rate import Rung, TunedRule
 from pretrain.scaling.plan import make_sweep, optimum_at_ratio, plan_sizes, spread_sizes
 from pretrain.scaling.recipe import FAR_SIZE, RULES, Family, outside_step_law, step_law, with_budget
 from pretrain.scaling.simulation import ASSUMED
-from pretrain.sweeps.cells import config_of
+from pretrain.sweeps.cell_runs import config_of
 from pretrain.sweeps.sweep_file import read_sweep, write_sweep
 from tests.helpers import scaling_runs
 from tests.helpers.scaling import make_points

@@ -28,7 +28,7 @@ from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.learning_rate import TOLERABLE, best_rate_lines, fit_rates
-from pretrain.sweeps.cells import config_of
+from pretrain.sweeps.cell_runs import config_of
 from pretrain.sweeps.sweep_file import read_sweep
 from tests.helpers.checkout import ROOT
 from tests.helpers.corpora import make_tiny_corpus

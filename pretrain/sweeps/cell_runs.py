@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, did_you_mean
 from foundation.files import YAML_SUFFIXES
 from foundation.settings import load_config
-from foundation.yaml_files import did_you_mean, find_config, read_tree
+from foundation.yaml_files import find_config, read_tree
 from pretrain.config.run import RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import RUNS
