@@ -406,10 +406,16 @@ def _evaluator(
         sets = splits_of_sets(process.config)
     check_same_sets(gather_values(hashes_of_sets(sets), dict[str, str]))
     losses = training_evaluator(config, engine, sets, beat, process.stop.raise_if_requested)
-    if not config.evaluation.tasks:
-        return losses
-    tasks = training_tasks(config, engine, before_texts)
-    return lambda: losses() | tasks(state.step)
+    tasks = None
+    if config.evaluation.tasks:
+        tasks = training_tasks(config, engine, before_texts)
+
+    def measure() -> dict[str, Any]:
+        is_last = state.step == config.optim.steps
+        measured = losses(config.evaluation.scored_tokens(is_last))
+        return measured | tasks(state.step) if tasks else measured
+
+    return measure
 
 
 def _open_lanes(process: RankProcess, config: RunConfig, state: TrainState) -> LaneStream:

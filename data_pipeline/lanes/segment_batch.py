@@ -157,6 +157,7 @@ class SegmentBatch:
     starts_BL: np.ndarray  # bool: the token is the first of its document
     lanes: range
     valid_BL: np.ndarray | None = None  # bool: the target counts; None: all count
+    parts_BL: np.ndarray | None = None  # int64, of evaluations: the target's part of the split
     make_cursor: Callable[[], LaneCursor] | None = field(default=None, repr=False)
 
     @cached_property

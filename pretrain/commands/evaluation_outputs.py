@@ -103,13 +103,16 @@ def _losses(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) ->
     corpus = _corpus(arguments, trained)
     results = _evaluate_with_progress(arguments, scorer, corpus)
     title = (
-        f"{path}: step {trained.step}, {results[0].tokens:,} tokens of {corpus.location}, "
+        f"{path}: step {trained.step}, {results[0].text.description} of {corpus.location}, "
         f"{counted(results[0].lanes, 'lane')}, segments of {results[0].segment_length}; "
         f"trained with a memory of {trained.config.model.longest_memory}"
     )
     if arguments.rope_extension is not None:
         title += f", rope extended by {arguments.rope_extension}"
-    values: dict[str, Any] = {"step": trained.step, "results": list(map(asdict, results))}
+    values: dict[str, Any] = {
+        "step": trained.step,
+        "results": [result.values() for result in results],
+    }
     return EvaluationOutput(title, loss_rows(results), values)
 
 

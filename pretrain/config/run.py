@@ -26,6 +26,7 @@ from pretrain.config.engine import EngineConfig, check_attention
 from pretrain.config.model import ModelConfig, OptimizerName, ScheduleShape
 
 MOST_SEGMENTS = 4096
+LEAST_SCORED_TOKENS = 100_000  # by the last evaluation, which tables quote
 # Settings and sections that change neither which model learns nor from which tokens.
 _MAY_CHANGE = (
     "data.path", "data.manifest_hashes", "data.cache", "data.phases", "optim.steps",
@@ -253,13 +254,18 @@ class EvaluationConfig:
     lanes: int = setting(8, Range(1, MOST_LANES), unit="lanes")
     """Streams of whole documents that share the validation split, over all ranks."""
     max_tokens: int = setting(100_000, Range(0, MOST), unit="tokens")
-    """Tokens of the validation split to score; 0: all of it."""
+    """Tokens to score, in heads of all documents; 0: the whole split; the last: 100,000 or more."""
     sets: dict[str, Path] = field(default_factory=dict)
     """Corpora whose validation loss is measured as well, under these names: {name: path}."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-eval that each evaluation runs as well: names, or YAML files."""
     tasks_limit: int = setting(0, Range(0, MOST), unit="examples")
     """Examples of each task; 0: all."""
+
+    def scored_tokens(self, is_last: bool) -> int:
+        """Return how many tokens an evaluation scores at most, 0 for all; the last is quoted."""
+        fewest = LEAST_SCORED_TOKENS if is_last and self.max_tokens else 0
+        return max(self.max_tokens, fewest)
 
     def __post_init__(self) -> None:
         check_ranges("evaluation.", self)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from data_pipeline.corpora.corpus import Corpus
+from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
 from foundation.cli import Answer
 from foundation.progress import duration
 from pretrain.config.engine import Attention, DeltaRule, attention_in, described
@@ -23,7 +25,14 @@ from pretrain.costs.flops import (
     token_flops,
 )
 from pretrain.costs.hardware import GIB, Hardware
-from pretrain.costs.run_time import SLOWER_WHILE_WRITING, RunTime, failure_costs, run_time
+from pretrain.costs.run_time import (
+    SLOWER_WHILE_WRITING,
+    RunTime,
+    failure_costs,
+    run_time,
+    scored_tokens,
+    split_here,
+)
 from pretrain.kernels.flash_linear_attention import delta_rule_here
 from pretrain.terminal.text import counted, si, step_time
 
@@ -205,8 +214,23 @@ def _evaluation_line(config: RunConfig, time: RunTime) -> str:
     twice = ", each with memory and without" if config.model.longest_memory else ""
     sets = f", and {counted(time.sets, 'set')} with it" if time.sets else ""
     tasks = ", without evaluation.tasks" if config.evaluation.tasks else ""
-    words = f"({time.evaluations:,} times {time.tokens:,} tokens{twice}{sets}{tasks})"
+    text = _scored_text(config) or f"{time.tokens:,} tokens"
+    if (between := scored_tokens(config, config.data.path, is_last=False)) != time.tokens:
+        text += f", before the last {between:,}"
+    words = f"({time.evaluations:,} times {text}{twice}{sets}{tasks})"
     return _row("  evaluation", duration(time.evaluation), words)
+
+
+def _scored_text(config: RunConfig) -> str:
+    """Return what the last evaluation scores; '' of a split that is not here."""
+    if (split := split_here(config.data.path)) is None:
+        return ""
+    corpus, tokens = Corpus.open(split), config.evaluation.scored_tokens(is_last=True)
+    length, most = config.data.segment_length, config.evaluation.lanes
+    lanes = useful_lanes(corpus, most, length, tokens, heads=True)
+    stream = EvaluationStream(corpus, lanes, length, range(1), tokens, heads=True)
+    documents = counted(stream.all_documents, "document")
+    return f"{stream.num_tokens:,} tokens of {documents} in {counted(lanes, 'lane')}"
 
 
 def _failure_lines(config: RunConfig, hardware: Hardware, step_seconds: float) -> list[str]:

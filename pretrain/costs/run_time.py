@@ -47,7 +47,7 @@ class RunTime:
     training: float
     evaluation: float | None
     evaluations: int
-    tokens: int | None  # of an evaluation's validation split
+    tokens: int | None  # of the validation split that the last one scores
     sets: int  # measured besides
 
 
@@ -63,27 +63,34 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
     models = [run.model]
     if run.model.longest_memory:
         models.append(replace(run.model, memory_length=0, compressed_length=0, same_length=False))
-    splits = [(_evaluated_tokens(run, run.data.path), models)]
-    splits += [
-        (_evaluated_tokens(run, chosen.path), [run.model])
+    paths = [(run.data.path, models)]
+    paths += [
+        (chosen.path, [run.model])
         for chosen in evaluation_sets(run)  # a part may have no validation split
         if chosen.path != run.data.path
-        and (not chosen.is_part or url_of(chosen.path) or _split_here(chosen.path))
+        and (not chosen.is_part or url_of(chosen.path) or split_here(chosen.path))
     ]
+    between, last = (
+        [(scored_tokens(run, path, is_last), models) for path, models in paths]
+        for is_last in (False, True)
+    )
     evaluation = None
-    if None not in (tokens for tokens, _ in splits):
+    if None not in (tokens for tokens, _ in last):
+        measured = [
+            (phase, count, between) for (phase, _), count in zip(spans, counts, strict=True)
+        ]
         evaluation = sum(
             count * evaluation_flops(phase, tokens or 0, world_size, models) / flops_per_second
-            for (phase, _), count in zip(spans, counts, strict=True)
+            for phase, count, splits in [*measured, (spans[-1][0], 1, last)]
             for tokens, models in splits
         )
     return RunTime(
         of_step=tuple(of_step),
         training=sum(count * seconds for (_, count), seconds in zip(spans, of_step, strict=True)),
         evaluation=evaluation,
-        evaluations=sum(counts),
-        tokens=splits[0][0],
-        sets=len(splits) - 1,
+        evaluations=sum(counts) + 1,
+        tokens=last[0][0],
+        sets=len(last) - 1,
     )
 
 
@@ -101,27 +108,27 @@ def evaluation_flops(
 
 
 def _evaluations(run: RunConfig) -> list[int]:
-    """Return how many evaluations each phase has: at every interval, and at the end."""
+    """Return how many evaluations each phase has, without the last one, at the run's end."""
     steps, interval = run.optim.steps, run.evaluation.interval
     counts, start = [], 0
     for _, count in spans_of_phases(run, range(steps)):
         stop = start + count
         counts.append(stop // interval - start // interval if interval else 0)
         start = stop
-    counts[-1] += not interval or steps % interval > 0
+    counts[-1] -= bool(interval) and steps % interval == 0
     return counts
 
 
-def _evaluated_tokens(run: RunConfig, path: Path) -> int | None:
+def scored_tokens(run: RunConfig, path: Path, is_last: bool = True) -> int | None:
     """Return how many tokens of a split are scored; None for all of a split that is not here."""
-    asked, split = run.evaluation.max_tokens or None, _split_here(path)
+    asked, split = run.evaluation.scored_tokens(is_last) or None, split_here(path)
     if split is None:
         return asked
     there = read_manifest(split).tokens
     return min(asked or there, there)
 
 
-def _split_here(path: Path) -> Path | None:
+def split_here(path: Path) -> Path | None:
     """Return the split of an evaluation, if it is on this machine."""
     if url_of(path) is not None:  # its shards would be fetched
         return None

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +21,21 @@ from torch import Tensor
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.corpus_identity import tokenizer_of
-from data_pipeline.lanes.evaluation_stream import EvaluationStream, evaluated_lanes, useful_lanes
+from data_pipeline.lanes.evaluation_stream import (
+    NUM_PARTS,
+    EvaluationStream,
+    evaluated_lanes,
+    useful_lanes,
+)
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.distributed.collectives import sum_over_ranks
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Scorer, batch_tensors
 from pretrain.model.cached import Stream, new_stream
 from pretrain.model.memory import Memory
+from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.rundir.metric_names import SCORED_SPEED
-from pretrain.terminal.text import perplexity
+from pretrain.terminal.text import format_number, perplexity
 from pretrain.weights.export import TrainedModel
 
 logger = logging.getLogger(__name__)
@@ -48,8 +55,14 @@ class EvaluationResult:
     bits_per_byte: float
     bits_per_character: float
     tokens: int
+    text: EvaluatedText
     seconds: float
     loss_by_position: tuple[float, ...]  # in the segment: later tokens have more of it as context
+
+    def values(self) -> dict[str, Any]:
+        """Return the result as plain values."""
+        error = self.text.standard_error
+        return {**vars(self), **vars(self.text), "standard_error": error}
 
 
 class TrainedScorer(Scorer):
@@ -86,7 +99,7 @@ def evaluate(
     before_batch: Callable[[], None] = lambda: None,
     text_sizes: TextSizes | None = None,
 ) -> EvaluationResult:
-    """Score a split, or about its first `max_tokens` tokens, on all ranks together.
+    """Score a split, or `max_tokens` of heads of its documents, on all ranks together.
 
     `text_sizes` default to `corpus_text_sizes`, which loads the tokenizer.
 
@@ -95,17 +108,19 @@ def evaluate(
     the whole split is scored, else the scored tokens'.
     """
     world = scorer.world
-    num_lanes = useful_lanes(corpus, num_lanes, segment_length, max_tokens)
+    num_lanes = useful_lanes(corpus, num_lanes, segment_length, max_tokens, heads=True)
     lanes = evaluated_lanes(num_lanes, world.rank, world.world_size)
     # A rank without a lane computes one that is not counted: under ZeRO-3 every rank must run
     # every module.
-    stream = EvaluationStream(corpus, num_lanes, segment_length, lanes or range(1), max_tokens)
+    own_lanes = lanes or range(1)
+    stream = EvaluationStream(corpus, num_lanes, segment_length, own_lanes, max_tokens, heads=True)
     bytes_V, characters_V = map(torch.from_numpy, text_sizes or corpus_text_sizes(corpus))
     num_tokens = stream.num_batches * segment_length  # of a lane: there are no more to remember
     start = time.perf_counter()
     # Of each lane: loss and tokens by position, bytes, characters. Rows of other ranks stay zero.
     losses_NL, tokens_NL = torch.zeros(2, num_lanes, segment_length, dtype=torch.float64)
     sizes_N2 = torch.zeros(num_lanes, 2, dtype=torch.float64)
+    parts_N2P = torch.zeros(num_lanes, 2 * NUM_PARTS, dtype=torch.float64)
     own = slice(lanes.start, lanes.stop)
     memory: Memory | None = None
     for batch in stream:
@@ -114,17 +129,25 @@ def evaluate(
         if not lanes:
             continue
         valid_BL, targets_BL = map(torch.from_numpy, (batch.valid_BL, batch.targets_BL))
-        losses_NL[own] += nll_BL.double().cpu().where(valid_BL, 0.0)
+        nll_BL = nll_BL.double().cpu().where(valid_BL, 0.0)
+        losses_NL[own] += nll_BL
         tokens_NL[own] += valid_BL
         for column, sizes_V in enumerate((bytes_V, characters_V)):
             sizes_N2[own, column] += sizes_V[targets_BL].where(valid_BL, 0).sum(1)
+        parts_BL = torch.from_numpy(batch.parts_BL)
+        parts_N2P[own].scatter_add_(1, parts_BL, nll_BL)
+        parts_N2P[own].scatter_add_(1, parts_BL + NUM_PARTS, valid_BL.double())
         advance(int(valid_BL.sum()) * num_lanes // len(lanes))
-    sums_NX = torch.cat([losses_NL, tokens_NL, sizes_N2], dim=1).to(world.device)
+    documents_N1 = torch.zeros(num_lanes, 1, dtype=torch.float64)
+    if lanes:
+        documents_N1[lanes.start] = stream.num_documents
+    sums_NX = torch.cat([losses_NL, tokens_NL, parts_N2P, sizes_N2, documents_N1], dim=1)
     # Each row is of one rank, so that nothing is rounded here. numpy then adds one row after the
     # other: the same sums on all ranks, and of any number of them.
-    sums_X = sum_over_ranks(sums_NX).cpu().numpy().sum(axis=0)
-    *by_position, num_bytes, num_characters = sums_X.tolist()
-    losses_L, tokens_L = by_position[:segment_length], by_position[segment_length:]
+    sums_X = sum_over_ranks(sums_NX.to(world.device)).cpu().numpy().sum(axis=0).tolist()
+    *sums_X, num_bytes, num_characters, num_documents = sums_X
+    losses_L, tokens_L = sums_X[:segment_length], sums_X[segment_length : 2 * segment_length]
+    losses_P, tokens_P = sums_X[-2 * NUM_PARTS : -NUM_PARTS], sums_X[-NUM_PARTS:]
     loss, tokens = math.fsum(losses_L), sum(tokens_L)
     if tokens == corpus.num_tokens:
         num_bytes, num_characters = corpus.num_bytes, corpus.num_characters
@@ -137,6 +160,14 @@ def evaluate(
         bits_per_byte=loss / math.log(2) / max(num_bytes, 1),
         bits_per_character=loss / math.log(2) / max(num_characters, 1),
         tokens=int(tokens),
+        text=EvaluatedText(
+            int(num_documents),
+            tuple(
+                (round(of_part / count, 6), int(count))
+                for of_part, count in zip(losses_P, tokens_P, strict=True)
+                if count
+            ),
+        ),
         seconds=time.perf_counter() - start,
         loss_by_position=tuple(
             of_tokens / max(count, 1) for of_tokens, count in zip(losses_L, tokens_L, strict=True)
@@ -155,6 +186,7 @@ def loss_rows(results: Sequence[EvaluationResult]) -> list[tuple[str, ...]]:
         (
             f"{result.memory_length:,}",
             f"{result.loss:.4f}",
+            format_number(result.text.standard_error, ".4f"),
             f"{result.perplexity:,.2f}",
             f"{result.bits_per_byte:.4f}",
             f"{result.bits_per_character:.4f}",
@@ -162,4 +194,5 @@ def loss_rows(results: Sequence[EvaluationResult]) -> list[tuple[str, ...]]:
         )
         for result in results
     ]
-    return [("memory", "loss", "perplexity", "bits/byte", "bits/character", SCORED_SPEED), *rows]
+    heads = ("memory", "loss", "standard error", "perplexity", "bits/byte", "bits/character")
+    return [(*heads, SCORED_SPEED), *rows]

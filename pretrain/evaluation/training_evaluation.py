@@ -12,7 +12,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from pretrain.evaluation.evaluate import EvaluationResult, corpus_text_sizes, ev
 from pretrain.evaluation.task_names import check_tasks
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery.stop_requests import StopRequested
+from pretrain.rundir.evaluated_text import PARTS
 from pretrain.rundir.metric_names import set_values, task_values
 from pretrain.weights.export import TrainedModel
 
@@ -35,11 +36,12 @@ def training_evaluator(
     sets: Mapping[str, Path] | None = None,
     before_corpus: Callable[[], None] = lambda: None,
     before_batch: Callable[[], None] = lambda: None,
-) -> Callable[[], dict[str, float]]:
+) -> Callable[[int], dict[str, Any]]:
     """Return a function that measures the validation loss with the training memory and without.
 
-    It also measures the losses of `sets`, splits by name, with the training memory. Every loss
-    starts with no memory. `before_corpus` is called before each.
+    It takes how many tokens to score; 0: all. It also measures the losses of `sets`, splits by
+    name, with the training memory. Every loss starts with no memory. `before_corpus` is called
+    before each.
     """
     validation = run.data.directory() / "validation"
     corpora = {
@@ -50,7 +52,9 @@ def training_evaluator(
     # To load a tokenizer takes a second, and thousands of ranks would read its file each time.
     sizes_of = functools.cache(corpus_text_sizes)
 
-    def measure(memory_length: int, directory: Path = validation) -> EvaluationResult:
+    def measure(
+        max_tokens: int, memory_length: int, directory: Path = validation
+    ) -> EvaluationResult:
         before_corpus()
         return evaluate(
             engine,
@@ -58,21 +62,22 @@ def training_evaluator(
             memory_length=memory_length,
             segment_length=run.data.segment_length,
             num_lanes=run.evaluation.lanes,
-            max_tokens=run.evaluation.max_tokens,
+            max_tokens=max_tokens,
             before_batch=before_batch,
             text_sizes=sizes_of(corpora[directory]),
         )
 
-    def values() -> dict[str, float]:
-        result = measure(run.model.longest_memory)
-        shown = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "tokens")
-        without = result.loss if run.model.longest_memory == 0 else measure(0).loss
-        measured = {name: getattr(result, name) for name in shown}
+    def values(max_tokens: int) -> dict[str, Any]:
+        result = measure(max_tokens, run.model.longest_memory)
+        shown = ["loss", "perplexity", "bits_per_byte", "bits_per_character", "tokens"]
+        shown += ["documents", "standard_error", PARTS]
+        without = result.loss if run.model.longest_memory == 0 else measure(max_tokens, 0).loss
+        measured: dict[str, Any] = {name: result.values()[name] for name in shown}
         measured["loss_without_memory"] = without
         known = {validation: result}  # a part of a mixture may be the corpus of the run
         for name, directory in (sets or {}).items():
             if directory not in known:
-                known[directory] = measure(run.model.longest_memory, directory)
+                known[directory] = measure(max_tokens, run.model.longest_memory, directory)
             measured |= set_values(name, known[directory].loss, known[directory].bits_per_byte)
         return measured
 

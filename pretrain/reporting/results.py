@@ -16,6 +16,7 @@ from pretrain.config.lane_parts import lane_parts
 from pretrain.config.phases import tokens_of_steps
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import run_cost
+from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.rundir.events import Event
 from pretrain.rundir.history import skipped_windows
 from pretrain.rundir.metric_names import (
@@ -36,6 +37,8 @@ class RunResults:
     train_loss: float | None = None
     validation_loss: float | None = None
     validation_step: int | None = None  # of that evaluation, if another than the run's latest
+    validation_error: float | None = None  # standard error of that loss, over documents
+    validation_text: str = "-"  # the tokens and documents that it rests on
     bits_per_byte: float | None = None
     memory_gain: float | None = None
     parameters: int | None = None
@@ -55,6 +58,8 @@ class RunResults:
         return {
             TRAIN_LOSS: format_number(self.train_loss, ".4f"),
             VALIDATION_LOSS: format_number(self.validation_loss, ".4f") + self.when_validated,
+            "standard error": format_number(self.validation_error, ".4f"),
+            "validated on": self.validation_text,
             "bits/byte": format_number(self.bits_per_byte, ".4f"),
             MEMORY_GAIN: format_number(self.memory_gain, "+.4f"),
             "parameters": "-" if self.parameters is None else si(self.parameters).strip(),
@@ -73,6 +78,7 @@ def results_of(
 ) -> RunResults:
     """Return the results of a run with these measurements and events."""
     evaluation: Mapping[str, Any] = metrics.evaluation or {}
+    text = EvaluatedText.of_line(evaluation)
     carries_memory = any(part.num_bytes(1) for part in lane_parts(config.model))
     try:
         cost = run_cost(config, min(metrics.step, config.optim.steps))
@@ -83,6 +89,8 @@ def results_of(
         train_loss=metrics.train_loss,
         validation_loss=evaluation.get("loss"),
         validation_step=None if (step := evaluation.get("step")) == metrics.step else step,
+        validation_error=text.standard_error,
+        validation_text=text.description,
         bits_per_byte=evaluation.get("bits_per_byte"),
         memory_gain=memory_gain(evaluation) if carries_memory else None,
         parameters=None if cost is None else cost.parameters,

@@ -20,6 +20,7 @@ from pretrain.reporting.html import Card, page, paragraph, preformatted, section
 from pretrain.reporting.rate_warnings import rate_warnings
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_history import History
+from pretrain.rundir.evaluated_text import PARTS
 from pretrain.rundir.events import GaveUp, Published
 from pretrain.rundir.history import find_events
 from pretrain.rundir.metric_names import (
@@ -38,7 +39,7 @@ MOST_EVENTS = 60
 FIGURES = "figures"  # the directory beside a page
 CHART_INCHES = 2.3
 # Of an evaluation's line, what is not a result of its own, or is one under another name.
-_NOT_RESULTS = ("kind", "step", "seconds", "loss", "bits_per_byte")
+_NOT_RESULTS = ("kind", "step", "seconds", "loss", "bits_per_byte", PARTS)
 
 
 def write_report(history: History, directory: Path) -> Answer:

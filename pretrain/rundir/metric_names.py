@@ -6,7 +6,9 @@ train loss       the mean step loss of an interval of metrics, without skipped s
 smoothed loss    a curve: the mean step loss of the steps around each step, a 60th of the run's
                  steps to each side
 validation loss  of the latest evaluation, with the memory that the run trains with; `loss` in its
-                 line. `bits_per_byte` is the same loss, per byte of the text
+                 line. `bits_per_byte` is the same loss, per byte of the text. `tokens` and
+                 `documents` say what it rests on, `standard_error` how far it is from the loss on
+                 all text of that kind, over documents; from `parts`, see `evaluated_text.py`
 loss of a set    the same of another corpus (`evaluation.sets`, or a part of a mixture), in the same
                  line: `loss/NAME`, and `bits_per_byte/NAME`
 memory gain      how much lower the validation loss is than without memory, of the same evaluation
@@ -26,6 +28,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from pretrain.rundir.evaluated_text import PARTS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,5 +121,5 @@ def dashboard_values(line: Mapping[str, Any]) -> dict[str, float]:
     return {
         f"{line['kind']}/{name}": value
         for name, value in line.items()
-        if name not in ("kind", "step", "time", "totals") and value is not None
+        if name not in ("kind", "step", "time", "totals", PARTS) and value is not None
     }

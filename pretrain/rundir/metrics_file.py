@@ -21,6 +21,7 @@ from typing import Any
 from foundation.errors import DataError
 from foundation.files import LARGEST_LINE_BYTES, atomic_write, lines_of, open_regular, warn_of_lines
 from foundation.typed_values import json_text
+from pretrain.rundir.evaluated_text import PARTS, is_parts
 from pretrain.terminal.text import counted
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ def _is_measured(name: str, value: Any) -> bool:
         return isinstance(value, dict) and all(
             _is_measured("seconds", seconds) for seconds in value.values()
         )
+    if name == PARTS:
+        return is_parts(value)
     if type(value) in (float, int, bool):
         least, most = (0.0, _LARGEST[name]) if name in _LARGEST else _ANY_NUMBER
         return least <= value <= most

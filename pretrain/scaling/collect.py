@@ -11,9 +11,10 @@ from typing import Any, TypeGuard
 from foundation.errors import ConfigError, DataError
 from foundation.files import read_value
 from foundation.tables import write_csv
-from foundation.typed_values import Count, Finite, Positive
+from foundation.typed_values import Count, Finite, Positive, json_text, parse_json
 from pretrain.costs.device_memory import lane_bytes
 from pretrain.costs.flops import run_cost
+from pretrain.rundir.evaluated_text import PARTS, EvaluatedText
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.history import find_events
 from pretrain.rundir.metric_names import set_losses, task_columns
@@ -21,13 +22,14 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.table import csv_rows
 from pretrain.sweeps.cell_runs import PlacedCell
-from pretrain.terminal.text import flops_text
+from pretrain.terminal.text import flops_text, format_number
 
 MISTUNED = 0.005  # of the loss: what another rate may gain
 ORIGIN = "expected a table that 'pretrain scale collect' writes"
 SET_LOSSES, TASKS = "set_losses", "tasks"
 PROBES = "probes.json"
 PROBED = "probes/"  # begins the names of columns
+_LATER_COLUMNS = ("loss_error", "loss_tokens", "loss_documents", "loss_parts")
 FAR = 512  # tokens: beyond it much of a document may be out of a short memory
 
 
@@ -42,6 +44,10 @@ class Row:
     C: float | str = ""
     loss: float | str = ""  # infinite if it diverged
     bits_per_byte: float | str = ""  # the same loss, per byte of the text
+    loss_error: float | str = ""  # its standard error, over documents
+    loss_tokens: int | str = ""  # that it rests on
+    loss_documents: int | str = ""
+    loss_parts: str = ""  # of the split: [loss, tokens] of each, as JSON
     budget: float | str = ""
     seed: int | str = ""
     progress: float | str = ""
@@ -59,6 +65,12 @@ class Row:
     excluded: str = ""  # why the cell takes no part
     set_losses: Mapping[str, float] = field(default_factory=dict)  # a column `loss/NAME` each
     tasks: Mapping[str, float] = field(default_factory=dict)  # a column `tasks/TASK/METRIC` each
+
+    @property
+    def text(self) -> EvaluatedText:
+        """What the loss rests on."""
+        parts = parse_json(self.loss_parts or "[]")
+        return EvaluatedText.of_line({"documents": self.loss_documents, PARTS: parts})
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
@@ -78,6 +90,7 @@ def read_rows(path: Path) -> list[Row]:
     }
     read = []
     for line, row in csv_rows(path, ORIGIN):
+        row |= {name: "" for name in _LATER_COLUMNS if row.get(name) is None}
         if missing := [name for name in kinds if row.get(name) is None]:
             raise DataError(f"{path}: no column {missing[0]!r}; {ORIGIN}")
         values: dict[str, Any] = {name: row[name] for name in kinds}
@@ -100,11 +113,13 @@ def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
     """The rows that have a loss as a table for the terminal, heads first."""
     cells = [
         [row.name, amount(float(row.N)), amount(float(row.D)), flops_text(float(row.C))]
-        + [f"{float(row.loss):.4f}"]
+        + [f"{float(row.loss):.4f}", format_number(row.text.standard_error, ".4f")]
+        + [row.text.description]
         for row in rows
         if not row.excluded
     ]
-    return [["cell", "N", "D", "C", "loss"], *cells]
+    heads = ["cell", "N", "D", "C", "loss", "standard error", "validated on"]
+    return [heads, *cells]
 
 
 def row_of(placed: PlacedCell) -> Row:
@@ -128,6 +143,7 @@ def row_of(placed: PlacedCell) -> Row:
         return replace(row, excluded=f"config.yaml cannot be read: {error}")
     ends = [item for item in measured if item.get("kind") == "evaluation" and item["step"] == step]
     last = ends[-1] if ends else {}
+    text = EvaluatedText.of_line(last)
     loss, bits = last.get("loss"), last.get("bits_per_byte")
     seconds = sum(item.get("seconds") or 0 for item in measured if item["kind"] == "train")
     code = [event.code for event in find_events(run_dir.ledger.read(), TrainingBegan) if event.code]
@@ -148,6 +164,10 @@ def row_of(placed: PlacedCell) -> Row:
         C=cost.flops,
         loss="" if not last else float(loss) if _is_finite(loss) else math.inf,
         bits_per_byte=float(bits) if _is_finite(loss) and _is_finite(bits) else "",
+        loss_error="" if (error := text.standard_error) is None else error,
+        loss_tokens=text.tokens,
+        loss_documents=text.documents,
+        loss_parts=json_text(text.parts),
         seed=config.seed,
         progress=step / steps,
         learning_rate=config.optim.learning_rate,

@@ -35,7 +35,7 @@ FEWEST_STEPS = 100
 HIGHEST_RATE = 3e-3
 PAPER_RATE = 2.5e-4  # of all published models; layers that normalize their sum need a low one
 EVALUATIONS, SAVES = 10, 20  # per run
-# Of a run's FLOPs for its evaluations: their few lanes take up to twice as long as FLOPs say.
+# Of a run's FLOPs for evaluations before the last: few lanes take up to twice as long as FLOPs say.
 EVALUATED = 0.05
 _PARTS = ("positions", "norm", "norm_position", "feed_forward")  # unlike the paper's
 # What every file has -> its comment.
@@ -63,8 +63,8 @@ _COMMENTS = {
     "engine.zero_stage": "2 and 3 save memory on many ranks",
     "engine.precision": "bf16 on GPUs",
     "checkpoint.interval": "steps",
-    "evaluation.interval": "steps",
-    "evaluation.max_tokens": "so that evaluations take a tenth of the run at most",
+    "evaluation.interval": "steps; 0: only at the end. Those before it take a tenth at most",
+    "evaluation.max_tokens": "of the validation split; 0: all",
 }
 
 
@@ -121,12 +121,13 @@ def new_experiment(
     run = replace(
         run,
         checkpoint=replace(run.checkpoint, interval=max(1, steps // SAVES)),
-        evaluation=EvaluationConfig(interval=max(1, steps // EVALUATIONS)),
+        evaluation=EvaluationConfig(interval=0),
     )
-    time = run_time(run, 1, 1.0)
-    if time.evaluation and time.tokens and time.evaluation > EVALUATED * time.training:
-        most = int(time.tokens * EVALUATED * time.training / time.evaluation)
-        run = replace(run, evaluation=replace(run.evaluation, max_tokens=max(segment, most)))
+    time = run_time(run, 1, 1.0)  # with the last evaluation alone
+    if time.evaluation is not None:
+        affordable = int(EVALUATED * time.training / max(time.evaluation, 1.0))
+        if count := min(EVALUATIONS - 1, affordable, steps):
+            run = replace(run, evaluation=EvaluationConfig(interval=max(1, steps // (count + 1))))
     return _overridden(run, overrides)
 
 

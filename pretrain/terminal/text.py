@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from foundation.progress import duration
+from pretrain.rundir.evaluated_text import EvaluatedText
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
 
@@ -124,7 +125,7 @@ def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_st
 
 
 def evaluation_line(
-    step: int, values: Mapping[str, float], others: Mapping[str, float] = MappingProxyType({})
+    step: int, values: Mapping[str, Any], others: Mapping[str, float] = MappingProxyType({})
 ) -> str:
     """Return the results of an evaluation after `step`; `others` are shown by their names."""
     parts = [
@@ -132,6 +133,8 @@ def evaluation_line(
         f"validation loss {values['loss']:.4f}",
         f"ppl {perplexity(values['loss']):,.1f}",
     ]
+    if (text := EvaluatedText.of_line(values)).parts:
+        parts.append(f"on {text.description}")
     if "bits_per_byte" in values:
         parts.append(f"{values['bits_per_byte']:.3f} bits/byte")
     if "loss_without_memory" in values:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.config import MixturePart
+from data_pipeline.corpora.manifest import read_manifest
 from foundation.errors import DataError
 from pretrain.cli import main
 from pretrain.config.evaluation_sets import check_same_sets, evaluation_sets
@@ -66,13 +67,27 @@ def set_losses(line: dict[str, float]) -> dict[str, float]:
     return {name.removeprefix("loss/"): line[name] for name in line if name.startswith("loss/")}
 
 
+def test_the_last_evaluation_is_of_more_text_than_those_before(places, trained, capsys):
+    first, last = evaluations_of(trained)
+    split = read_manifest(places["a"] / "validation")
+    assert (first["tokens"], last["tokens"]) == (600, split.tokens)
+    assert (last["documents"], sum(tokens for _, tokens in last["parts"])) == (
+        split.documents, split.tokens,
+    )  # fmt: skip
+    assert 0 < last["standard_error"] < 0.1
+    assert main(["describe", str(trained.path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    text = f"{split.tokens:,} tokens of {split.documents} documents in 2 lanes"
+    assert f"(2 times {text}, before the last 600, each with memory and without" in said
+
+
 def test_every_set_has_the_loss_that_evaluate_measures_of_validation(places, trained, capsys):
     lines = evaluations_of(trained)
     assert [line["step"] for line in lines] == [2, 4]
     assert [list(set_losses(line)) for line in lines] == [["a", "b", "beside"]] * 2
     assert lines[-1]["loss/a"] == lines[-1]["loss"], "data.path is a part of its mixture"
     assert len(set(set_losses(lines[-1]).values())) == 3
-    limits = ["--max-tokens", "600", "--json"]
+    limits = ["--max-tokens", "100k", "--json"]
     for name, corpus in (("a", "a"), ("b", "b"), ("beside", "c")):
         assert main(["evaluate", str(trained.path), "--data", str(places[corpus]), *limits]) == 0
         alone = json.loads(capsys.readouterr().out)["results"][0]

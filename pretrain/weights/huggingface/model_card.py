@@ -11,6 +11,8 @@ from foundation.paths import path_text
 from foundation.typed_values import json_text
 from pretrain.config.phases import spans_of_phases
 from pretrain.costs.flops import model_in_words, parameter_counts
+from pretrain.rundir.evaluated_text import EvaluatedText
+from pretrain.terminal.text import format_number
 from pretrain.weights.export import TrainedModel
 from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
 
@@ -72,6 +74,9 @@ def model_card(
     for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character"):
         if evaluation is not None and evaluation.get(name) is not None:
             training[f"validation {name.replace('_', ' ')}"] = f"{evaluation[name]:.4f}"
+    text = EvaluatedText.of_line(evaluation)
+    training["validated on"] = text.description
+    training["standard error"] = f"{format_number(text.standard_error, '.4f')} of the loss"
     settings = {
         name: json_text(value)
         for name, value in model.function_settings().items()

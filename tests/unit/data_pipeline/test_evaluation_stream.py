@@ -76,3 +76,32 @@ def test_lanes_that_long_documents_would_leave_empty_are_not_used(corpus, tmp_pa
     books = write_numbered_corpus(tmp_path, [[9000, 10], [10, 9000, 10]])
     assert useful_lanes(books, 16, 7) == 2
     assert useful_lanes(books, 16, 7, max_tokens=500) == 1
+
+
+@pytest.mark.parametrize("max_tokens", [100, 1209, 20_000])
+def test_heads_of_every_document_are_read_and_told_apart(tmp_path, max_tokens):
+    books = write_numbered_corpus(tmp_path, [[9000, 5000], [7000, 20, 11000]])
+    lanes = useful_lanes(books, 8, 64, max_tokens, heads=True)
+    stream = EvaluationStream(books, lanes, 64, range(lanes), max_tokens, heads=True)
+    batches = list(stream)
+    valid = np.concatenate([batch.valid_BL.ravel() for batch in batches])
+    read, parts = (
+        np.concatenate([values_BL.ravel() for values_BL in found])[valid]
+        for found in ([b.targets_BL for b in batches], [b.parts_BL for b in batches])
+    )
+    assert len(read) == max_tokens
+    assert stream.num_documents == stream.all_documents == 5
+    firsts = [int(books.shard(unit).tokens(d)[0]) for unit, d in ((0, 0), (0, 1), (1, 0), (1, 2))]
+    heads = [np.sort(read[(read >= first) & (read < first + 5000)]) for first in firsts]
+    for first, head in zip(firsts, heads, strict=True):
+        assert np.array_equal(head, first + np.arange(len(head))), "the first tokens, none between"
+        assert len(set(parts[np.isin(read, head)])) == 1, "a document is in one part"
+    assert max(map(len, heads)) - min(map(len, heads)) < 5, "heads are equally long"
+
+
+def test_a_split_of_many_documents_is_read_from_as_few_shards_as_have_a_hundred(tmp_path):
+    split = write_numbered_corpus(tmp_path, [[30] * 200] * 3)
+    stream = EvaluationStream(split, 4, 7, range(4), 1000, heads=True)
+    read = np.concatenate([batch.targets_BL[batch.valid_BL] for batch in stream])
+    assert (len(read), stream.num_documents) == (1000, 100)
+    assert len(set(read // 6000)) == 1

@@ -135,11 +135,12 @@ def test_evaluations_are_counted_by_phase_and_at_the_end():
     assert time.evaluations == 5
     without = replace(run.model, memory_length=0)
 
-    def flops(length: int, ranks: int) -> float:
+    def flops(length: int, ranks: int, tokens: int = 1000) -> float:
         phase = replace(run, data=replace(run.data, segment_length=length))
-        return evaluation_flops(phase, 1000, ranks, [run.model, without])
+        return evaluation_flops(phase, tokens, ranks, [run.model, without])
 
-    assert time.evaluation == pytest.approx((2 * flops(32, 2) + 3 * flops(64, 2)) / 1e9)
+    between = 2 * flops(32, 2) + 2 * flops(64, 2)
+    assert time.evaluation == pytest.approx((between + flops(64, 2, 100_000)) / 1e9)
     assert flops(32, 8) == flops(32, 4), "4 lanes"
     at_the_end = replace(run, evaluation=replace(run.evaluation, interval=0))
     assert run_time(at_the_end, 2, 1e9).evaluations == 1
@@ -258,11 +259,15 @@ def test_settings_of_the_command_line_are_in_the_file_and_the_size_is_as_asked(s
 
 
 @pytest.mark.parametrize("steps", [20, 300, 20_000])
-def test_evaluations_take_at_most_a_tenth_of_a_run(steps):
+def test_a_short_run_is_evaluated_less_often_not_on_less_text(steps):
     text = TrainingText(path=Path("c"), tokens=10**7, longest_document=900, vocab_size=4000)
     for overrides in ([], [HYBRID]):
-        time = run_time(new_experiment("mine", text, 1e7, False, steps, overrides), 1, 1.0)
-        assert 0 < time.evaluation <= 0.1 * time.training
+        run = new_experiment("mine", text, 1e7, False, steps, overrides)
+        assert run.evaluation.max_tokens == 100_000
+        time = run_time(run, 1, 1.0)
+        between = time.evaluation * (1 - 1 / time.evaluations)
+        assert 0 <= between <= 0.1 * time.training
+        assert (time.evaluations > 1) == (steps > 20)
 
 
 def test_a_new_experiment_trains_as_it_is(corpus, tmp_path, monkeypatch, capsys):

@@ -46,6 +46,7 @@ from pretrain.model.cached import new_stream
 from pretrain.model.layer import TransformerLayer
 from pretrain.model.memory import document_starts, num_compressed_rows
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.rundir.evaluated_text import EvaluatedText, difference_error
 from pretrain.weights.export import TrainedModel
 from tests.helpers.exact_attention import exact_attention
 from tests.helpers.induction import induction_model
@@ -67,7 +68,7 @@ def measured(scorer, corpus, **options) -> EvaluationResult:
 
 def targets_in_order(corpus: Corpus, max_tokens: int = 0) -> torch.Tensor:
     """The targets of one lane, as evaluation reads them."""
-    batches = EvaluationStream(corpus, 1, 8, range(1), max_tokens)
+    batches = EvaluationStream(corpus, 1, 8, range(1), max_tokens, heads=True)
     return torch.cat([torch.from_numpy(each.targets_BL[each.valid_BL]) for each in batches])
 
 
@@ -111,11 +112,27 @@ def test_the_memory_length_that_was_asked_for_stretches_rope_in_a_small_part_too
     for length in (100, 400):  # of 60 tokens that are read
         found = measured(scorer, corpus, num_lanes=1, memory_length=length, max_tokens=60)
         stream, losses = new_stream(model, length, 8), []
-        for batch in EvaluationStream(corpus, 1, 8, range(1), 60):
+        for batch in EvaluationStream(corpus, 1, 8, range(1), 60, heads=True):
             given = (batch.tokens_BL, batch.targets_BL, batch.starts_BL)
             nll_BL = stream.nll_BL(*(torch.from_numpy(each) for each in given))
             losses.append(nll_BL[torch.from_numpy(batch.valid_BL)])
         assert found.loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-6)
+
+
+def test_the_standard_error_is_of_the_ratio_over_documents(scorer, corpus):
+    result = measured(scorer, corpus, num_lanes=3)
+    losses_P, tokens_P = np.array(result.text.parts).T
+    assert result.text.documents == corpus.num_documents
+    assert result.text.tokens == result.tokens
+    assert (losses_P * tokens_P).sum() / tokens_P.sum() == pytest.approx(result.loss, abs=1e-5)
+    without_P = [
+        np.average(np.delete(losses_P, part), weights=np.delete(tokens_P, part))
+        for part in range(len(tokens_P))
+    ]
+    variance = (len(tokens_P) - 1) * np.var(without_P)  # the jackknife's
+    assert result.text.standard_error == pytest.approx(math.sqrt(variance), rel=0.1)
+    assert difference_error(result.text, result.text) == 0.0
+    assert difference_error(result.text, EvaluatedText(1, ((2.0, 3), (2.0, 4)))) is None
 
 
 def test_bits_are_those_of_the_text(scorer, corpus):

@@ -1,0 +1,71 @@
+"""What a validation loss rests on: documents, and losses of parts of the split. Torch-free.
+
+A part has successive documents, about equally many tokens in each. Parts are taken as drawn at
+random: a loss is a ratio of sums over them, of losses and of tokens, and its variance the variance
+of a ratio (Cochran, Sampling Techniques, section 6.4). Two models on the same parts are paired,
+which removes most of what makes one text harder than another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PARTS = "parts"  # in the line of an evaluation
+
+
+@dataclass(frozen=True)
+class EvaluatedText:
+    """The documents that an evaluation has read; no parts where that is not known."""
+
+    documents: int = 0
+    parts: tuple[tuple[float, int], ...] = ()  # the mean loss, in nats per token, and the tokens
+
+    @classmethod
+    def of_line(cls, line: Mapping[str, Any] | None) -> EvaluatedText:
+        """Return what the line of an evaluation says of it."""
+        if not line or not line.get(PARTS):
+            return cls()
+        return cls(int(line["documents"]), tuple((loss, tokens) for loss, tokens in line[PARTS]))
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.parts)
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the loss, over documents; None with fewer than two parts."""
+        return _standard_error(self.parts)
+
+    @property
+    def description(self) -> str:
+        """The text in words: `100,000 tokens of 4 documents`."""
+        documents = f"{self.documents:,} document{'s' * (self.documents != 1)}"
+        return f"{self.tokens:,} tokens of {documents}" if self.parts else "-"
+
+
+def is_parts(value: Any) -> bool:
+    """Return whether the value is a list of losses and tokens, as lines of evaluations have."""
+    return isinstance(value, list) and all(
+        isinstance(part, list) and [*map(type, part)] in ([float, int], [int, int]) and part[1] > 0
+        for part in value
+    )
+
+
+def difference_error(first: EvaluatedText, second: EvaluatedText) -> float | None:
+    """Return the standard error of the difference of two losses on the same parts, else None."""
+    if [tokens for _, tokens in first.parts] != [tokens for _, tokens in second.parts]:
+        return None
+    pairs = zip(first.parts, second.parts, strict=True)
+    return _standard_error([(loss - other, tokens) for (loss, tokens), (other, _) in pairs])
+
+
+def _standard_error(parts: Sequence[tuple[float, int]]) -> float | None:
+    if len(parts) < 2:
+        return None
+    total = sum(tokens for _, tokens in parts)
+    mean = sum(value * tokens for value, tokens in parts) / total
+    squares = sum((tokens * (value - mean)) ** 2 for value, tokens in parts)
+    return math.sqrt(len(parts) / (len(parts) - 1) * squares) / total
