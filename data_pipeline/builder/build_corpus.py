@@ -125,7 +125,7 @@ def build_sources(
             check_recipe(output, recipe)
             return result_of(output, was_finished=True)
         if not is_part:
-            check_sources(config, sources)
+            config = check_sources(config, sources, report)
         journal = BuildJournal(output, recipe, last_modified(sources))
         report(f"tokenizer: {describe_tokenizer(config.tokenizer)}")
         directory = output / TOKENIZER_DIRECTORY

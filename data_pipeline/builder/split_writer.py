@@ -26,8 +26,9 @@ from data_pipeline.shards.shards import FORMATS, shard_name, write_index, write_
 from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import DataError
 from foundation.files import make_directory, sha256_of
-from foundation.progress import INTERVAL_SECONDS, Report, duration
+from foundation.progress import INTERVAL_SECONDS, Note, Report, duration
 
+FEW_DOCUMENTS, ENOUGH_CHARACTERS = 4, 400_000  # of a validation split: some 100,000 tokens
 Sources = list[tuple[str, SourceFile]]  # with the split: "validation", or "" for either
 
 
@@ -42,12 +43,15 @@ def splits_of_build(config: CorpusConfig) -> tuple[str, ...]:
     return SPLITS if config.validation_input or config.validation_fraction else SPLITS[:1]
 
 
-def check_sources(config: CorpusConfig, sources: Sources) -> None:
+def check_sources(
+    config: CorpusConfig, sources: Sources, report: Report | None = None
+) -> CorpusConfig:
     """Raise DataError if a split would get no document, before hours of encoding.
 
-    Reads only as far as the first document of each split.
+    With `report`, return settings instead whose fraction gives a validation split some, and say
+    which. Reads only as far as the first document of each split.
     """
-    documents, lowest = dict.fromkeys(splits_of_build(config), 0), 1.0
+    documents, texts = dict.fromkeys(splits_of_build(config), 0), list[tuple[float, str, int]]()
     rejects: list[Reject] = []
     for split, source in sources:
         targets = (split,) if split else ("train",) if config.validation_input else tuple(documents)
@@ -57,18 +61,19 @@ def check_sources(config: CorpusConfig, sources: Sources) -> None:
             if isinstance(document, Reject):
                 rejects += [] if document.is_empty_row else [document]
                 if len(rejects) > config.max_rejects:
-                    return  # the build will stop for this reason
+                    return config  # the build will stop for this reason
                 continue
             target = split or ("validation" if is_validation(document.id, config) else "train")
             documents[target] += 1
-            lowest = min(lowest, fraction_of(document.id))
+            size = len(document.text if document.tokens is None else document.tokens)
+            texts.append((fraction_of(document.id), document.id, size))
             if all(documents.values()):
-                return
+                return config
             if all(documents[target] for target in targets):
                 break
     hint = ""
     if not config.validation_input and documents["train"] > 1:
-        hint = f"; the smallest that gives it one is {_above(lowest):g}"
+        hint = f"; the smallest that gives it one is {_above(min(texts)[0]):g}"
     if rejects:
         hint += (
             f"; the first of {len(rejects)} unusable records is {rejects[0].source}: "
@@ -78,15 +83,35 @@ def check_sources(config: CorpusConfig, sources: Sources) -> None:
         inputs = ", ".join(map(str, config.input))
         raise DataError(f"no documents for the training split in {inputs}{hint}")
     if documents.get("validation", 1):
-        return
+        return config
     if config.validation_input:
         inputs = ", ".join(map(str, config.validation_input))
         raise DataError(f"no documents for the validation split in validation_input={inputs}{hint}")
-    raise DataError(
-        f"no documents for the validation split: validation_fraction="
-        f"{config.validation_fraction} of {documents['train']} documents{hint}; raise it, set it "
-        f"to 0 for no split, or name other text with validation_input"
-    )
+    none = f"validation_fraction={config.validation_fraction} of {documents['train']} documents"
+    if report is None or len(texts) == 1:
+        raise DataError(
+            f"no documents for the validation split: {none}{hint}; raise it, set it to 0 for no "
+            "split, or name other text with validation_input"
+        )
+    taken = _documents_for_validation(texts)
+    names = ", ".join(name for _, name, _ in taken)
+    report(Note(f"validation split: {none} gives none, so it takes {len(taken)}: {names}"))
+    return replace(config, validation_fraction=math.nextafter(taken[-1][0], 1.0))
+
+
+def _documents_for_validation(texts: list[tuple[float, str, int]]) -> list[tuple[float, str, int]]:
+    """Return the documents with the lowest hashes, until an evaluation has enough.
+
+    That is FEW_DOCUMENTS and ENOUGH_CHARACTERS, but at most a tenth of the text, or one document.
+    """
+    taken, size = [], 0
+    for text in sorted(texts)[:-1]:
+        is_enough = len(taken) >= FEW_DOCUMENTS and size >= ENOUGH_CHARACTERS
+        if taken and (is_enough or 10 * (size + text[2]) > sum(size for _, _, size in texts)):
+            break
+        taken.append(text)
+        size += text[2]
+    return taken
 
 
 def _above(fraction: float) -> float:

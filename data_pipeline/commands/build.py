@@ -86,12 +86,15 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
             f"{split:<11}{manifest.documents:>12,} documents {manifest.tokens:>15,} tokens "
             f"{len(manifest.shards):>7,} shards"
         )
+    validation = result.manifests.get("validation")
+    if validation and validation.documents == 1 and not validation.is_stream:
+        print("warning: the validation split is one document, so its loss says little of others")
     if hash_of_all := corpus_hash(config.output):
         print(f"manifest_hash {hash_of_all}")
     train = result.manifests.get("train")
     if train and needs_training(config.tokenizer):
         print(vocabulary_advice(train.tokens, train.vocab_size), end="")
-    is_new = bool(hash_of_all) and "validation" in result.manifests and not result.was_finished
+    is_new = bool(hash_of_all) and validation is not None and not result.was_finished
     if is_new and (copies := copied_documents(config.output)):
         print(f"{copies:,} training documents are copies of validation documents")
     if result.rejects:

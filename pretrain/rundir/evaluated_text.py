@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pretrain.terminal.text import counted
+
 PARTS = "parts"  # in the line of an evaluation
 
 
@@ -42,8 +44,8 @@ class EvaluatedText:
     @property
     def description(self) -> str:
         """The text in words: `100,000 tokens of 4 documents`."""
-        documents = f"{self.documents:,} document{'s' * (self.documents != 1)}"
-        return f"{self.tokens:,} tokens of {documents}" if self.parts else "-"
+        words = f"{self.tokens:,} tokens of {counted(self.documents, 'document')}"
+        return words if self.parts else "-"
 
 
 def is_parts(value: Any) -> bool:

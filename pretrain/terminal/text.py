@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from foundation.progress import duration
-from pretrain.rundir.evaluated_text import EvaluatedText
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
 
@@ -133,8 +132,9 @@ def evaluation_line(
         f"validation loss {values['loss']:.4f}",
         f"ppl {perplexity(values['loss']):,.1f}",
     ]
-    if (text := EvaluatedText.of_line(values)).parts:
-        parts.append(f"on {text.description}")
+    if "documents" in values:
+        documents = counted(values["documents"], "document")
+        parts.append(f"on {values['tokens']:,} tokens of {documents}")
     if "bits_per_byte" in values:
         parts.append(f"{values['bits_per_byte']:.3f} bits/byte")
     if "loss_without_memory" in values:

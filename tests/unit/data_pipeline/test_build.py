@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 
 from data_pipeline.builder.build_corpus import build_corpus
+from data_pipeline.builder.parallel_build import build_in_processes
 from data_pipeline.cli import main
 from data_pipeline.config import TokenizerConfig
 from data_pipeline.corpora.manifest import MANIFEST_NAME
 from foundation.errors import ConfigError, DataError
+from foundation.progress import Note
 from tests.helpers.corpora import config_of, contents, documents_of, some_texts, stored, write_jsonl
 
 
@@ -94,15 +96,30 @@ def test_an_empty_corpus_is_rejected(tmp_path, kind, content):
     assert not list(config.output.rglob(MANIFEST_NAME))
 
 
+@pytest.mark.parametrize(("count", "size", "taken"), [(38, 300_000, 3), (80, 60_000, 7), (2, 9, 1)])
+def test_a_folder_without_validation_documents_gives_some_whole_ones(tmp_path, count, size, taken):
+    texts = [f"{number} ".ljust(size, ".") for number in range(count)]
+    config = config_of(tmp_path, texts, validation_fraction=1e-9)
+    notes: list[str] = []
+    manifests = build_corpus(
+        config, lambda what: notes.append(what.text if isinstance(what, Note) else "")
+    ).manifests
+    assert manifests["validation"].documents == taken
+    assert manifests["train"].documents == count - taken
+    names = sorted(documents_of(config.output / "validation"))
+    said = next(note for note in notes if "validation split" in note)
+    assert sorted(said.rpartition(": ")[2].split(", ")) == names
+    assert build_corpus(config).was_finished, "of the settings that were asked for"
+
+
 def test_a_validation_split_without_documents_is_rejected_with_what_to_change(tmp_path):
     config = config_of(tmp_path, some_texts(5), validation_fraction=0.437)
     with pytest.raises(DataError, match=r"0\.438"):
-        build_corpus(config)
+        build_in_processes(config, 2)
     empty = write_jsonl(tmp_path / "empty.jsonl", [" "])
     with pytest.raises(DataError, match=r"validation_input=.*/empty\.jsonl"):
         build_corpus(replace(config, validation_input=(empty,)))
     assert not list(config.output.rglob(MANIFEST_NAME))
-    config = replace(config, validation_fraction=0.438)
     assert build_corpus(config).manifests["validation"].documents == 1
 
 
