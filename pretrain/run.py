@@ -29,7 +29,7 @@ from foundation.files import make_directory
 from foundation.settings import assert_never
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.disk import Disk
-from pretrain.checkpoint.facts import AttemptHistory, Candidate, Destination, Past
+from pretrain.checkpoint.facts import Candidate, Destination, Fact, Past
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.mirror import Mirror, mirror_url
@@ -85,18 +85,9 @@ from pretrain.recovery.rewind import (
 from pretrain.recovery.start_record import checked_data, record_start, report_rate
 from pretrain.recovery.stop_requests import StopRequest
 from pretrain.rundir.attempt_files import trace_prefix
-from pretrain.rundir.events import (
-    Mirrored,
-    Outcome,
-    OutOfMemory,
-    Published,
-    ResumeFrom,
-    Spike,
-    TrainingEnded,
-)
+from pretrain.rundir.events import Mirrored, Outcome, Published, ResumeFrom, Spike, TrainingEnded
 from pretrain.rundir.exit_statuses import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.heartbeat import Heartbeat
-from pretrain.rundir.history import find_events, last_stored
 from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -251,23 +242,22 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
             run_dir.ledger.append_if_possible(ResumeFrom())
         raise
     step = checkpoint.step if checkpoint else 0
-    shortages = read_on_main(
-        world, lambda: find_events(run_dir.ledger.read(), OutOfMemory), list[OutOfMemory]
-    )
-    config = with_fitting_micro_batch(run_at(process.config, step), world.world_size, shortages)
+    config = run_at(process.config, step)
+    config = with_fitting_micro_batch(config, world.world_size, past.shortages)
     try:
         # A mirror has what the run directory has: no local checkpoints.
         saved = step
         if checkpoint and checkpoint.is_local:
             saved = read_on_main(world, lambda: latest_step(root, step), int)
-        history = past.history if past.asked is None else None
         with (
-            _mirror(process, disk, step, saved, history) as mirror,
+            _mirror(process, disk, step, saved, past) as mirror,
             local,
             contextlib.closing(build_engine(config, world, draws=checkpoint is None)) as engine,
         ):
             try:
-                outcome = _train_from(engine, checkpoint, process, config, disk, mirror, local)
+                outcome = _train_from(
+                    engine, checkpoint, process, config, past, disk, mirror, local
+                )
             except (RuntimeError, MemoryError) as error:
                 if world.world_size > 1:  # what closes the engine could wait for the others
                     if record_out_of_memory(config, run_dir, world, error):
@@ -292,25 +282,17 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
 
 
 def _mirror(
-    process: RankProcess,
-    disk: Disk,
-    resumed_step: int,
-    saved_step: int,
-    history: AttemptHistory | None,
+    process: RankProcess, disk: Disk, resumed_step: int, saved_step: int, past: Past
 ) -> Mirror:
     """Return the run's mirror, which records in the ledger what becomes of uploads."""
     ledger, world, url = process.run_dir.ledger, process.world, mirror_url(process.config)
-
-    def uploaded_step() -> int:
-        last = last_stored(ledger.read()) if url else None
-        is_there = last is not None and (last.step, last.url) == (saved_step, url)
-        return saved_step if is_there else 0
+    history = past.history if past.asked is None else None
+    uploaded = saved_step if past.stored == Fact(saved_step, Destination.STORE, url) else 0
 
     def note(step: int, result: float | str) -> None:
         problem, seconds = (result, 0.0) if isinstance(result, str) else ("", result)
         ledger.append_if_possible(Mirrored(step=step, url=url, seconds=seconds, problem=problem))
 
-    uploaded = read_on_main(world, uploaded_step, int)
     return Mirror(process.config, disk, world, resumed_step, uploaded, note, history, saved_step)
 
 
@@ -319,6 +301,7 @@ def _train_from(
     checkpoint: Checkpoint | None,
     process: RankProcess,
     config: RunConfig,
+    past: Past,
     disk: Disk,
     mirror: Mirror,
     local: LocalCheckpoints,
@@ -334,9 +317,10 @@ def _train_from(
         load_initial_weights(engine, config)
     where: dict[str, Any] = {"world_size": world.world_size, "attempt": disk.attempt}
     is_local = checkpoint is not None and checkpoint.is_local
-    record_start(run_dir, world, config, state.step, process.data, where, is_local)
+    before = past.environment
+    record_start(run_dir, world, config, state.step, process.data, where, before, is_local)
     report_rate(config, run_dir, world, state.step)
-    windows = inherited_windows(run_dir, world, state.step)
+    windows = inherited_windows(past, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(process, config, state)
     batches = skip_windows(stream, segments_consumed(state.step, windows), windows)

@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 EVER = 1 << 62  # a step that no run reaches
 
@@ -83,6 +84,10 @@ class Past:
     asked: int | None = None
     stores: tuple[str, ...] = ()  # URLs of the run's mirrors
     saved: tuple[int, ...] = ()  # all steps that were published, also undone ones
+    stored: Fact | None = None  # what a store has got last
+    windows: tuple[tuple[int, int], ...] = ()  # first segment that is skipped, and first after it
+    shortages: tuple[tuple[int, dict[str, Any]], ...] = ()  # lanes and settings that lacked memory
+    environment: dict[str, str] | None = None  # of the last start
 
 
 def add_from_step(parser: argparse.ArgumentParser) -> None:

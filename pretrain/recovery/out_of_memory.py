@@ -15,8 +15,7 @@ from foundation.errors import ConfigError
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.distributed.world import World
 from pretrain.engines.engine import is_out_of_memory
-from pretrain.rundir.events import Event, OutOfMemory
-from pretrain.rundir.history import find_events
+from pretrain.rundir.events import OutOfMemory
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -48,17 +47,15 @@ def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: E
     return True
 
 
-def with_fitting_micro_batch(run: RunConfig, world_size: int, ledger: Sequence[Event]) -> RunConfig:
+def with_fitting_micro_batch(
+    run: RunConfig, world_size: int, shortages: Sequence[tuple[int, dict[str, Any]]]
+) -> RunConfig:
     """Return the run with a smaller micro-batch than any that ran out of memory with its settings.
 
     ConfigError if a single lane did.
     """
     settings = memory_settings(run, world_size)
-    failed = [
-        event.micro_batch_lanes
-        for event in find_events(ledger, OutOfMemory)
-        if event.settings == settings
-    ]
+    failed = [lanes for lanes, others in shortages if others == settings]
     if not failed:
         return run
     if min(failed) == 1:

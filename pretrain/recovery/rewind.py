@@ -28,7 +28,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.phases import first_step_at
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import tail_shares, vocabulary_bins
-from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks, read_on_main
+from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks
 from pretrain.distributed.world import World
 from pretrain.errors import TrainingError
 from pretrain.rundir.events import GaveUp, Outcome, Rewind, Spike, UnresolvedSpike
@@ -295,13 +295,9 @@ def _why_no_rewind(
     )
 
 
-def inherited_windows(run_dir: RunDir, world: World, step: int) -> list[range]:
-    """Return the windows to skip after a resume from `step`, on all ranks; rank 0 logs them."""
-
-    def spans() -> list[list[int]]:
-        return [[window.start, window.stop] for window in skipped_windows(run_dir.ledger.read())]
-
-    windows = [range(*span) for span in read_on_main(world, spans, list[list[int]])]
+def inherited_windows(past: Past, world: World, step: int) -> list[range]:
+    """Return the windows to skip after a resume from `step`; rank 0 logs them."""
+    windows = [range(*span) for span in past.windows]
     reached = segments_consumed(step, windows)
     for window in windows if world.is_main else ():
         state = "skips" if window.start >= reached else "has skipped"

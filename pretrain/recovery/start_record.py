@@ -22,7 +22,7 @@ from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.environment import environment_changes, joint_environment, own_environment
 from pretrain.rundir.code_version import code_version
 from pretrain.rundir.events import TrainingBegan, not_bitwise
-from pretrain.rundir.history import find_events, last_event
+from pretrain.rundir.history import find_events
 from pretrain.rundir.metrics_file import latest_measurements
 from pretrain.rundir.run_dir import RunDir
 
@@ -69,21 +69,21 @@ def record_start(
     step: int,
     data: Mapping[str, Any],
     where: dict[str, Any],
+    before: Mapping[str, str] | None = None,
     is_local: bool = False,
 ) -> None:
-    """Write to the ledger where training starts and its environment; log what changed."""
+    """Write to the ledger where training starts and its environment; log what it was `before`."""
     ranks = gather_values(own_environment(world.device, run), dict[str, str])
     with raise_on_all_ranks():
         if not world.is_main:
             return
         ledger = run_dir.ledger
         environment = joint_environment(ranks)
-        before = last_event(ledger.read(), TrainingBegan) if step else None
         if step and before is None:
             logger.warning(
                 "%s has no earlier start; what it said, such as rewinds, is lost", ledger.path
             )
-        changes = environment_changes(before.environment if before else {}, environment)
+        changes = environment_changes((before or {}) if step else {}, environment)
         if changes:
             logger.warning(not_bitwise(changes))
         ledger.append(

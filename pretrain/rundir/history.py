@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pretrain.checkpoint.facts import EVER, AttemptHistory, Destination, Fact
+from pretrain.checkpoint.facts import EVER, AttemptHistory, Destination, Fact, Past
 from pretrain.rundir.events import (
     PLANNED,
     UNEVENTFUL,
@@ -64,12 +64,34 @@ def attempt_history(ledger: Sequence[Event]) -> AttemptHistory:
     return AttemptHistory(standing, limit if unknown is None else unknown)
 
 
-def published_facts(ledger: Sequence[Event], root: str) -> list[Fact]:
+def past_of(ledger: Sequence[Event], root: str, store: str = "") -> Past:
+    """Return what the ledger says to a start; `root` names the run directory's checkpoints, and
+    `store` is the URL that the run is uploaded to now, if any."""
+    history, stored = attempt_history(ledger), last_stored(ledger)
+    urls = filter(None, (store, stored.url if stored else ""))
+    began = last_event(ledger, TrainingBegan)
+    last = last_event(ledger, TrainingBegan, Restored, ResumeFrom)
+    is_new = began is None and not find_events(ledger, Restored)
+    return Past(
+        facts=_facts(ledger, root, history),
+        history=history,
+        asked=last.step if isinstance(last, ResumeFrom) else None,
+        stores=() if is_new else tuple(dict.fromkeys(urls)),
+        saved=tuple(sorted({event.step for event in find_events(ledger, Published, Mirrored)})),
+        stored=Fact(stored.step, Destination.STORE, stored.url) if stored else None,
+        windows=tuple((window.start, window.stop) for window in skipped_windows(ledger)),
+        shortages=tuple(
+            (event.micro_batch_lanes, event.settings) for event in find_events(ledger, OutOfMemory)
+        ),
+        environment=began.environment if began else None,
+    )
+
+
+def _facts(ledger: Sequence[Event], root: str, history: AttemptHistory) -> tuple[Fact, ...]:
     """Return the checkpoints that the run has published and not undone; `root` is its directory's.
 
     Earlier versions recorded no Published: there, the steps where starts began and ended are taken.
     """
-    history = attempt_history(ledger)
     facts: list[Fact] = []
     has_published = False
     names = {Destination.RUN_DIRECTORY: root, Destination.NODES: Destination.NODES.value}
@@ -98,7 +120,7 @@ def published_facts(ledger: Sequence[Event], root: str) -> list[Fact]:
                 has_published = True  # written only by versions that write Published, too
             case _:
                 pass
-    return list(dict.fromkeys(fact for fact in facts if fact.step))
+    return tuple(dict.fromkeys(fact for fact in facts if fact.step))
 
 
 def _back_to(event: Event) -> int | None:
@@ -110,12 +132,6 @@ def _back_to(event: Event) -> int | None:
             return step
         case _:
             return None
-
-
-def asked_step(ledger: Sequence[Event]) -> int | None:
-    """Return the step of `--from-step` that the next start has to resume from, if any."""
-    last = last_event(ledger, TrainingBegan, Restored, ResumeFrom)
-    return last.step if isinstance(last, ResumeFrom) else None
 
 
 def find_events(ledger: Sequence[Event], *kinds: type[E]) -> list[E]:

@@ -40,22 +40,8 @@ from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, may_change
 from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, list_attempts
-from pretrain.rundir.events import (
-    Mirrored,
-    Published,
-    Restored,
-    ResumeFrom,
-    SettingsChanged,
-    TrainingBegan,
-)
-from pretrain.rundir.history import (
-    asked_step,
-    attempt_history,
-    find_events,
-    last_event,
-    last_stored,
-    published_facts,
-)
+from pretrain.rundir.events import ResumeFrom, SettingsChanged
+from pretrain.rundir.history import past_of
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, read_lock, run_lock
 from pretrain.rundir.metrics_file import read_measurements
@@ -205,19 +191,10 @@ class RunDir:
         return load_config(RunConfig, self.config_file)
 
     def past(self) -> Past:
-        """Return what the run has published, and from where a user wants it to resume."""
-        ledger = self.ledger.read()
-        facts = published_facts(ledger, str(self.checkpoints))
+        """Return what the ledger says to a start."""
         base = self.config.checkpoint.mirror.rstrip("/")
-        stored = last_stored(ledger)
-        urls = [f"{base}/{self.identity.name}"] if base else []
-        urls += [stored.url] if stored else []
-        if not last_event(ledger, TrainingBegan, Restored):
-            urls = []  # a new run
-        asked = asked_step(ledger)
-        saved = {event.step for event in find_events(ledger, Published, Mirrored)}
-        stores, history = tuple(dict.fromkeys(urls)), attempt_history(ledger)
-        return Past(tuple(facts), history, asked, stores, tuple(sorted(saved)))
+        store = f"{base}/{self.identity.name}" if base else ""
+        return past_of(self.ledger.read(), str(self.checkpoints), store)
 
     def ask_to_resume_from(self, step: int) -> None:
         """Record that a user gives up what the run has published after `step`."""

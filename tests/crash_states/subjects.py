@@ -28,6 +28,7 @@ from foundation.settings import load_config
 from foundation.typed_values import to_tree
 from pretrain.checkpoint import object_store
 from pretrain.checkpoint.disk import Disk
+from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.verify import step_directory
 from pretrain.config.resolve import resolve
@@ -335,7 +336,8 @@ class Run(Subject):
             found = next((each for each in arguments if isinstance(each, Checkpoint)), None)
             step = found.step if found else 0
             MetricsFile(self.run_dir, step, lambda: None)
-            rewinds.inherited_windows(self.run_dir, self._world, step)
+            past = next(each for each in arguments if isinstance(each, Past))
+            rewinds.inherited_windows(past, self._world, step)
             raise Started(found)
 
         with (

@@ -43,7 +43,7 @@ from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import flip_a_bit, rewrite_index
 from tests.helpers.corpora import make_tiny_corpus
 from tests.histories.jobs import Clock, End, Job
-from tests.histories.runner import HistoryMachine, Problem, told_rule
+from tests.histories.runner import MEMORY, HistoryMachine, Problem, kept_folder, told_rule
 from tests.histories.toy_run import BUCKET, Plan, ToyStore, toy_config, toy_runs
 
 CHANGES_UNTIL_TOLD = 4  # of files, after a rename: by then the ledger has what was published
@@ -59,17 +59,7 @@ NUMBERS = st.integers(0, 99)  # choose one of what there is, by the remainder
 @cache
 def corpus() -> Path:
     """A corpus for all histories of this process."""
-    folder = tempfile.TemporaryDirectory(prefix="histories-corpus-", dir=memory())
-    _kept.append(folder)
-    return make_tiny_corpus(Path(folder.name) / "corpus", documents=12)
-
-
-_kept: list[Any] = []
-
-
-def memory() -> str | None:
-    """Where files are in memory, if this machine has that."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+    return make_tiny_corpus(kept_folder() / "corpus", documents=12)
 
 
 @dataclass
@@ -92,7 +82,7 @@ class CheckpointHistory(HistoryMachine):
     def __init__(self) -> None:
         super().__init__()
         corpus()  # before anything is replaced
-        self.folder = Path(tempfile.mkdtemp(prefix="history-", dir=memory())).resolve()
+        self.folder = Path(tempfile.mkdtemp(prefix="history-", dir=MEMORY)).resolve()
         for name in ("tmp", "node", "store"):
             (self.folder / name).mkdir()
         logging.getLogger().addHandler(logging.NullHandler())  # what runs say is not shown
@@ -109,7 +99,9 @@ class CheckpointHistory(HistoryMachine):
             (pretrain.run, "rewind", self._rewinding),
         ):
             real = getattr(home, name)
-            self.stack.enter_context(mock.patch.object(home, name, partial_method(seen, real)))
+            self.stack.enter_context(
+                mock.patch.object(home, name, lambda *a, seen=seen, real=real: seen(real, *a))
+            )
 
         # What the history has set.
         self.run_number, self.world_size, self.steps_of_run = 0, 1, 1000
@@ -163,6 +155,14 @@ class CheckpointHistory(HistoryMachine):
     def store_folder(self) -> Path:
         return self.folder / "store" / "runs" / "toy"
 
+    def _path_of(self, where: str) -> Path:
+        paths = {"shared": self.checkpoints, "local": self.node, "store": self.store.root}
+        return paths.get(where, self.run_dir)
+
+    @property
+    def _shared(self) -> dict[Path, Copy]:
+        return {path: copy for path, copy in self.copies.items() if path.parent == self.checkpoints}
+
     def problem(self, kind: str, text: str) -> None:
         """End the history, also if what runs catches the error."""
         self.noted = self.noted or Problem(kind, text)
@@ -193,16 +193,15 @@ class CheckpointHistory(HistoryMachine):
         where, copy = self._destination(path), self.copies.pop(path, None)
         if where != "shared" or copy is None or not copy.is_whole or not copy.stands:
             return
-        newer = [
-            each.step
-            for other, each in self.copies.items()
-            if other.parent == path.parent and each.is_whole and each.step > copy.step
-        ]
-        every = self.kept["keep_every"]
-        is_old = len(newer) >= self.kept["keep_last"] and not (every and copy.step % every == 0)
+        whole = [other.step for other in self._shared.values() if other.is_whole]
         is_rewound = self.rewound_from is not None and copy.step >= self.rewound_from
-        if not is_old and not is_rewound:
-            self.problem("removed", f"step {copy.step} was removed; whole and newer: {newer}")
+        if not self._is_old(copy.step, whole) and not is_rewound:
+            self.problem("removed", f"step {copy.step} was removed; whole: {whole}")
+
+    def _is_old(self, step: int, others: list[int]) -> bool:
+        """Whether retention leaves the step out, beside these."""
+        every, num_newer = self.kept["keep_every"], len([each for each in others if each > step])
+        return num_newer >= self.kept["keep_last"] and not (every and step % every == 0)
 
     def _on_store_change(self, key: str) -> None:
         if key != "runs/toy/mirror.json":
@@ -211,17 +210,13 @@ class CheckpointHistory(HistoryMachine):
         if not (self.store_folder / "mirror.json").exists():
             return
         listed = self._listed()
-        every = self.kept["keep_every"]
         for step in self.stored.keys() - set(listed):
             copy = self.stored.pop(step)
-            newer = [other for other in listed if other > step]
-            is_old = len(newer) >= self.kept["keep_last"] and not (every and step % every == 0)
-            if copy.stands and copy.is_whole and not is_old:
+            if copy.stands and copy.is_whole and not self._is_old(step, listed):
                 self.problem("unlisted", f"the store lists {listed}, and {step} no more")
         for step in self.unlisted.keys() - set(listed):
             copy = self.unlisted[step]
-            is_old = len([other for other in listed if other > step]) >= self.kept["keep_last"]
-            if copy.stands and copy.is_whole and not is_old:
+            if copy.stands and copy.is_whole and not self._is_old(step, listed):
                 self.problem("unlisted", f"the lost index had {step}, the new one {listed}")
         for step in set(listed) - self.stored.keys():
             self.stored[step] = self.unlisted.get(step) or Copy(step, "", 0, 0)
@@ -288,8 +283,8 @@ class CheckpointHistory(HistoryMachine):
         """The latest step that every destination has whole, for a start on these ranks."""
         shared = {
             copy.step
-            for path, copy in self.copies.items()
-            if path.parent == self.checkpoints and copy.is_whole and copy.stands and path.is_dir()
+            for path, copy in self._shared.items()
+            if copy.is_whole and copy.stands and path.is_dir()
         }
         parts: Counter[tuple[int, str]] = Counter()
         for path, copy in self.copies.items():
@@ -434,16 +429,11 @@ class CheckpointHistory(HistoryMachine):
         ends = self._train(steps, is_killed, 0)
         if self.began or self.faults or self.away or is_asked:
             return
-        newest = max(self.candidates.values())
-        is_other_version = any(copy.is_other_version for copy in self.copies.values())
-        if ends[0].status == 2 and newest >= self.newest_fact and not is_other_version:
+        if ends[0].status != 2 or any(copy.is_other_version for copy in self.copies.values()):
+            return
+        if max(self.candidates.values()) >= self.newest_fact:
             self.problem("refused", f"{ends[0].report}; whole: {self.candidates}")
-        if (
-            ends[0].status == 2
-            and newest < self.newest_fact
-            and not is_other_version
-            and "--from-step" not in ends[0].report
-        ):
+        if "--from-step" not in ends[0].report:
             self.problem("no-way-out", ends[0].report)
 
     @precondition(lambda self: bool(self.copies))
@@ -559,7 +549,7 @@ class CheckpointHistory(HistoryMachine):
     @told_rule(where=st.sampled_from(("shared", "local", "store")))
     def go_away(self, where: str) -> None:
         """Take a destination away, or bring it back."""
-        path = {"shared": self.checkpoints, "local": self.node, "store": self.store.root}[where]
+        path = self._path_of(where)
         hidden = path.with_name(f"{path.name}-away")
         if path in self.away:
             if path.exists():  # made anew meanwhile
@@ -581,13 +571,7 @@ class CheckpointHistory(HistoryMachine):
     )
     def fail(self, where: str, how: int) -> None:
         """Let a destination be full, read-only or broken from now on; 0: all work again."""
-        path = {
-            "shared": self.checkpoints,
-            "local": self.node,
-            "store": self.store.root,
-            "run": self.run_dir,
-        }[where]
-        self.faults = {path: (how, how == errno.EIO)} if how else {}
+        self.faults = {self._path_of(where): (how, how == errno.EIO)} if how else {}
 
     @told_rule(uploads=st.integers(0, 8), removals=st.integers(0, 3))
     def slow_down(self, uploads: int, removals: int) -> None:
@@ -604,21 +588,20 @@ class CheckpointHistory(HistoryMachine):
             return
         steps = sorted(self.stored)
         step = None if choice is None else steps[choice % len(steps)]
+        wanted = step or steps[-1]
         self.run_number += elsewhere
         got: list[int] = []
         (end,) = self._run(
             self._new_job(kill_before=kill_before),
             lambda rank: got.append(restore_run(self.url, self.run_dir, step=step)) or 0,
         )
-        if got and got[0] != (step or steps[-1]):
+        if got and got[0] != wanted:
             self.problem("fetched-other", f"fetched {got[0]}, asked for {step} of {steps}")
         if got and not self.copies[step_directory(self.checkpoints, got[0])].is_whole:
             self.problem("fetched-damaged", f"step {got[0]}, {end}")
         if elsewhere and (self.run_dir / "run.json").exists():
-            self.told_by_ledger.add(
-                step or steps[-1]
-            )  # with the event that the run came from there
-            self._undo(step or steps[-1])
+            self.told_by_ledger.add(wanted)  # with the event that the run came from there
+            self._undo(wanted)
         elif elsewhere:
             self.run_number -= 1
 
@@ -628,16 +611,9 @@ class CheckpointHistory(HistoryMachine):
         """Verify all checkpoints, then load the newest, while the run trains on."""
         if not self.began or self.faults or self.away:
             return
-        whole = {
-            path.name
-            for path, copy in self.copies.items()
-            if path.parent == self.checkpoints and copy.is_whole and copy.stands
-        }
-        damaged = any(
-            not copy.is_whole
-            for path, copy in self.copies.items()
-            if path.parent == self.checkpoints
-        )
+        shared = self._shared
+        whole = {path.name for path, copy in shared.items() if copy.is_whole and copy.stands}
+        damaged = any(not copy.is_whole for copy in shared.values())
 
         def train() -> None:
             if meanwhile_before and not damaged:
@@ -677,16 +653,10 @@ class CheckpointHistory(HistoryMachine):
             self._check_status()
 
     def _check_metrics(self) -> None:
-        path = self.run_dir / "metrics.jsonl"
-        steps = (
-            [line["step"] for line in read_measurements(path) if line["kind"] == "train"]
-            if path.exists()
-            else []
-        )
-        if len(steps) != len(set(steps)):
-            self.problem(
-                "metrics", f"steps twice: {[s for s, n in Counter(steps).items() if n > 1]}"
-            )
+        lines = read_measurements(self.run_dir / "metrics.jsonl")
+        steps = [line["step"] for line in lines if line["kind"] == "train"]
+        if twice := [step for step, count in Counter(steps).items() if count > 1]:
+            self.problem("metrics", f"steps twice: {twice}")
         saved = self._whole()["shared"]
         if missing := set(range(1, saved + 1)) - set(steps):
             self.problem("metrics", f"step {saved} is saved, metrics lack {sorted(missing)}")
@@ -712,30 +682,15 @@ class CheckpointHistory(HistoryMachine):
             if step in self.folders
         ]
         found = {
-            "shared": [e for e in disks if self._destination(e[0]) == "shared"],
+            "shared": list(self._shared.items()),
             "local": [e for e in disks if self._destination(e[0]) == "local"],
             "store": stored,
         }
         entries = found[where] if where else [*disks, *stored]
-        return sorted(
-            (
-                entry
-                for entry in entries
-                if entry[1].is_whole != lost and (lost or entry[0].is_dir())
-            ),
-            key=lambda entry: str(entry[0]),
-        )
+        entries = [e for e in entries if e[1].is_whole != lost and (lost or e[0].is_dir())]
+        return sorted(entries, key=lambda entry: str(entry[0]))
 
     def _back_up(self, folder: Path, copy: Copy) -> None:
         if copy.backup is None:
             copy.backup = Path(tempfile.mkdtemp(dir=self.folder / "tmp")) / folder.name
             shutil.copytree(folder, copy.backup)
-
-
-def partial_method(seen: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-    """`seen`, which gets the real function and its arguments."""
-
-    def called(*arguments: Any) -> Any:
-        return seen(real, *arguments)
-
-    return called

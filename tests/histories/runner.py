@@ -11,16 +11,25 @@ from __future__ import annotations
 
 import functools
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 RULES = 30  # of a history
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where files are in memory, if anywhere
 History = list[tuple[str, dict[str, Any]]]
 F = TypeVar("F", bound=Callable[..., None])
+
+
+def kept_folder() -> Path:
+    """Make a folder for all histories of this process."""
+    _folders.append(tempfile.TemporaryDirectory(prefix="histories-", dir=MEMORY))
+    return Path(_folders[-1].name)
 
 
 class Problem(AssertionError):
@@ -47,6 +56,7 @@ class HistoryMachine(RuleBasedStateMachine):
         self.check()
 
 
+_folders: list[tempfile.TemporaryDirectory[str]] = []
 _latest: dict[type[HistoryMachine], History] = {}  # the history that is being made
 
 

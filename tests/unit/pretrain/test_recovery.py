@@ -42,7 +42,7 @@ from pretrain.recovery.rewind import (
     skip_windows,
     untrained_loss,
 )
-from pretrain.rundir.events import Event, OutOfMemory, Rewind, Slowdown, Spike, TrainingBegan
+from pretrain.rundir.events import Event, Rewind, Slowdown, Spike, TrainingBegan
 from pretrain.rundir.history import skipped_windows
 from tests.helpers.metrics import train_line
 from tests.helpers.models import tiny_model
@@ -239,9 +239,8 @@ def test_the_window_reaches_from_before_the_spike_to_the_margin_after_it(phases,
 RUN = RunConfig(data=DataConfig(lanes=24), engine=EngineConfig(kind="torch"))
 
 
-def out_of_memory(lanes: int, run: RunConfig = RUN, world_size: int = 2) -> OutOfMemory:
-    settings = memory_settings(run, world_size)
-    return OutOfMemory(rank=0, micro_batch_lanes=lanes, settings=settings)
+def out_of_memory(lanes: int) -> tuple[int, dict[str, Any]]:
+    return lanes, memory_settings(RUN, 2)
 
 
 @pytest.mark.parametrize(("failed", "lanes"), [([], 0), ([12], 6), ([12, 6, 3], 1)])

@@ -52,7 +52,7 @@ from pretrain.rundir.events import (
     TrainingBegan,
     TrainingEnded,
 )
-from pretrain.rundir.history import asked_step, attempt_history, published_facts
+from pretrain.rundir.history import attempt_history, past_of
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import flip_a_bit, publish_step, rewrite_index
 from tests.helpers.mirrors import run_in, save
@@ -143,10 +143,11 @@ STORED = Mirrored(step=10, url="object store")
 )
 def test_the_ledger_has_what_is_published_and_not_undone(ledger: list[Event], newest):
     found: dict[Destination, int] = {}
-    for each in published_facts(ledger, "run directory"):
+    past = past_of(ledger, "run directory")
+    for each in past.facts:
         found[each.destination] = max(each.step, found.get(each.destination, 0))
     assert found == newest
-    assert asked_step(ledger) == (0 if isinstance(ledger[-1], ResumeFrom) else None)
+    assert past.asked == (0 if isinstance(ledger[-1], ResumeFrom) else None)
 
 
 def test_what_rank_0_knows_of_the_past_reaches_all_ranks(stored):

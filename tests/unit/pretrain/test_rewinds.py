@@ -47,7 +47,7 @@ from pretrain.rundir.events import (
     TrainingEnded,
     UnresolvedSpike,
 )
-from pretrain.rundir.history import asked_step, find_events, skipped_windows
+from pretrain.rundir.history import find_events, skipped_windows
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from tests.helpers.corpora import make_tiny_corpus
@@ -410,7 +410,7 @@ def test_a_checkpoint_lost_before_its_reading_is_given_up_only_when_asked(run, r
     for word in ({"from_step": 7}, {}):  # a word that is refused is not kept for later starts
         with pytest.raises(CheckpointError, match=r"step 7,|step-00000010.*--from-step 5$"):
             run_training(longer, run_dir.path, world, **word)
-    assert asked_step(run_dir.ledger.read()) is None
+    assert run_dir.past().asked is None
     assert trained_steps(run_dir) == [*range(1, 11)], "no line goes before a start is sure"
     assert run_training(longer, run_dir.path, world, from_step=5) == 0
     assert trained_steps(run_dir) == [*range(1, 13)]
