@@ -111,17 +111,20 @@ def choose_candidate(
     """Return the candidate to resume from, a refusal, or None to start from the beginning.
 
     The candidate is the newest one without a problem, at its fastest destination. The start is
-    refused if it is older than the newest fact of the run directory or a store, or if all
-    candidates have problems. With `asked`, the step of `--from-step`, only that step will do.
+    refused if it is older than the newest fact of the run directory or a store, or if these have
+    candidates and all have problems. With `asked`, the step of `--from-step`, only that step will do.
     """
     whole = [candidate for candidate in candidates if not candidate.problem]
     whole.sort(key=lambda candidate: (-candidate.step, _ORDER.index(candidate.destination)))
     least = newest(facts, Destination.RUN_DIRECTORY, Destination.STORE)
-    if asked == 0 or (asked is None and not least and not candidates):
+    if asked == 0:
         return None
     for candidate in whole:
         if candidate.step == asked or (asked is None and candidate.step >= least):
             return candidate
+    lasting = [other for other in candidates if other.destination is not Destination.NODES]
+    if asked is None and not least and not lasting:
+        return None
     lost = asked or least or max(candidate.step for candidate in candidates)
     asks = f"--from-step asks for step {asked}, but " if asked else ""
     is_transient = any(candidate.is_transient for candidate in candidates)

@@ -141,16 +141,14 @@ class _Search:
                 return None
             try:
                 return self._get(choice)
-            except OtherVersionError:
-                raise  # not damaged: an older checkpoint would silently lose the newer steps
-            except UndoneError:
-                self.candidates = [other for other in self.candidates if other != choice]
             except CheckpointError as error:
-                is_transient = isinstance(error, UnreadableError)
-                refused = replace(choice, problem=str(error), is_transient=is_transient)
-                self.candidates = [
-                    refused if other == choice else other for other in self.candidates
-                ]
+                others = [other for other in self.candidates if other != choice]
+                if not (isinstance(error, UndoneError) or self._is_undone(choice.step)):
+                    if isinstance(error, OtherVersionError):
+                        raise  # not damaged: an older one would silently lose the newer steps
+                    is_transient = isinstance(error, UnreadableError)
+                    others.append(replace(choice, problem=str(error), is_transient=is_transient))
+                self.candidates = others
 
     def _list(self, failed: Collection[Candidate]) -> None:
         local = self.local.offered(self.before) if self.local else []
@@ -232,14 +230,18 @@ class _Search:
             if not attempt or not history.standing or attempt in history.standing:
                 problem = ""
         except CheckpointError as error:
-            if step in self.past.saved:
-                return False  # the ledger has it, but newer than every fact: it was undone
+            if self._is_undone(step):
+                return False
             problem = str(error)
         self.facts.append(Fact(step, Destination.STORE, store.url))
         if not problem:
             return True
         self.candidates.append(Candidate(step, Destination.STORE, store.url, problem))
         return False
+
+    def _is_undone(self, step: int) -> bool:
+        """Return whether the run has published this step, and then undone it."""
+        return step in self.past.saved and all(fact.step != step for fact in self.past.facts)
 
     def _get(self, candidate: Candidate) -> Checkpoint:
         """Return the candidate once all ranks have verified it. A collective."""

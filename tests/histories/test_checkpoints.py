@@ -89,6 +89,18 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("give_up", {"choice": 77, "kill_before": 31}),
         ("train", {"steps": 4, "is_killed": False}),
     ],
+    "a damaged step in the run directory that the run had given up stopped a start": [
+        ("change_settings", {"has_local": False, "has_mirror": False}),
+        ("train", {"steps": 3}),
+        ("give_up", {"choice": 0, "kill_before": 40}),
+        ("damage", {"file": 1, "how": "truncate", "where": 0}),
+        ("train", {"steps": 1}),
+    ],
+    "damaged steps on a node's disk alone stopped a start": [
+        ("train", {"steps": 2, "is_killed": True}),
+        ("damage", {"file": 2, "how": "delete", "where": 0}),
+        ("train", {"steps": 7}),
+    ],
     "what the ledger knows did not reach the other ranks": [
         ("change_ranks", {"world_size": 2}),
         ("train", {"steps": 6, "is_killed": True}),

@@ -83,6 +83,7 @@ def at(step: int, where: Destination = DISK, problem: str = "") -> Candidate:
         ([fact(20)], [at(10), at(20, DISK, "bad")], None, "^bad; .*step 10.*from-step 10$"),
         ([fact(20, STORE)], [at(10)], None, "step 20 .*object store .*from-step 10$"),
         ([fact(20)], [at(20, STORE, "away"), at(10)], None, "^away and .* run directory"),
+        ([fact(2, NODES)], [at(2, NODES, "bad")], None, None),
         ([], [at(10, DISK, "bad")], None, "^bad; .*beginning with --from-step 0$"),
         ([fact(20)], [at(10), at(20)], 10, at(10)),
         ([fact(20)], [at(10), at(20)], 0, None),
