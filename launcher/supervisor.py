@@ -38,7 +38,7 @@ from pretrain.rundir.events import (
     TrainingBegan,
     TrainingEnded,
 )
-from pretrain.rundir.exit_statuses import EXIT_STOPPED, ended_by_watchdog
+from pretrain.rundir.exit_statuses import EXIT_STOPPED, EXPLAINED, ended_by_watchdog
 from pretrain.rundir.heartbeat import read_heartbeats
 from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir
@@ -106,13 +106,18 @@ class Supervisor:
     def _latest_step(self) -> int:
         return latest_step(self.run_dir.checkpoints)
 
+    def _known_step(self) -> int:
+        """Return the latest step, once its storage is there."""
+        with_retries(self.run_dir.retry, self.run_dir.ledger.check_present)
+        return self._latest_step()
+
     def _make_attempt(self) -> int | None:
         """Make an attempt and wait for the next one; return the exit status if none follows."""
         run_dir, retry = self.run_dir, self.run_dir.retry
         self._number += 1
         if run_dir.path.exists():  # else the first attempt tells what is wrong
             with_retries(retry, run_dir.check_writable)
-        before = with_retries(retry, self._latest_step)
+        before = self._known_step()
         if not self.is_allocated():
             return EXIT_STOPPED
         ranks = with_retries(retry, lambda: self.start(self._number))
@@ -150,7 +155,9 @@ class Supervisor:
     def _decided(self, statuses: tuple[int, ...], ranks: Ranks, before: int) -> AttemptEnded:
         """Return how the attempt ended, and what follows."""
         run_dir = self.run_dir
-        after = with_retries(run_dir.retry, self._latest_step)
+        # Ranks that say what is wrong may have found the run gone for good.
+        is_explained = any(status in EXPLAINED for status in statuses)
+        after = self._latest_step() if is_explained else self._known_step()
         is_complete = False  # nor is a run whose directory has vanished
         if not any(statuses) and run_dir.exists():
             is_complete = after >= run_dir.config.optim.steps

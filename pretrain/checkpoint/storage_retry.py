@@ -80,9 +80,9 @@ class WriteFailures:
     @property
     def is_over_limit(self) -> bool:
         """Whether writes have failed for longer than the run may wait."""
-        return self._since is not None and (
-            self._retry.clock.now() - self._since >= self._retry.seconds
-        )
+        # As `failed` computes the last try: a difference could be rounded to less.
+        end = math.inf if self._since is None else self._since + self._retry.seconds
+        return self._retry.clock.now() >= end
 
     def failed(self, problem: str, meanwhile: str, remedy: str = ANY_REMEDY) -> None:
         """Note a failure; log the first one, with what happens `meanwhile`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ class Ledger:
     def __init__(self, path: Path, retry: StorageRetry | None = None) -> None:
         self.path = path
         self._retry = retry or StorageRetry()
+        self._was_there = False
 
     def append(self, event: Event) -> None:
         """Add an event with the present time; it is on disk when this returns.
@@ -77,8 +79,17 @@ class Ledger:
             )  # fmt: skip
         return events
 
+    def check_present(self) -> None:
+        """Raise OSError if it was there before: its storage is away, since no run removes it."""
+        if self._was_there:
+            os.stat(self.path)
+
     def read(self) -> list[Event]:
-        """Return all events, oldest first; damaged or unknown lines are skipped, with a warning."""
+        """Return all events, oldest first; damaged or unknown lines are skipped, with a warning.
+
+        Waits like `append` for a ledger that was there before.
+        """
+        with_retries(self._retry, self.check_present)
         events, unusable = [], []
         for number, line in enumerate(lines_of(self.path), start=1):
             if not line.strip():
@@ -91,6 +102,7 @@ class Ledger:
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 unusable.append(number)
         warn_of_lines(logger, self.path, "an event", unusable)
+        self._was_there |= bool(events)
         return events
 
 

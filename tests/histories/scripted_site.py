@@ -637,17 +637,8 @@ class Site:
     def _row(self, job: QueuedJob) -> dict[str, str]:
         start = self._date(job.began) if job.nodes else "N/A"
         number, nodes = str(job.number), ",".join(job.nodes)
-        values = (
-            number,
-            number,
-            "N/A",
-            job.state,
-            job.reason,
-            nodes,
-            start,
-            job.work_dir,
-            job.name,
-        )
+        own = (job.state, job.reason, nodes, start, job.work_dir, job.name)
+        values = (number, number, "N/A", *own)
         return dict(zip("AFKTrNSZj", values, strict=True))
 
     def _listed(self, command: list[str], rows: Sequence[dict[str, str]]) -> tuple[int, bytes, str]:

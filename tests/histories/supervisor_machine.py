@@ -26,11 +26,11 @@ from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import Snapshot, render
 from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import CheckpointConfig, OptimConfig, RunConfig
-from pretrain.rundir.events import JobEnded, JobEndReason, JobStarted, Submitted
+from pretrain.rundir.events import JobEnded, JobEndReason, JobStarted, Submitted, TrainingBegan
 from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.jobs import job_of
-from tests.histories.runner import HistoryMachine, Problem, told_rule
+from tests.histories.runner import MEMORY, HistoryMachine, Problem, kept_folder, told_rule
 from tests.histories.scripted_site import (
     ENDS,
     KILL_WAIT,
@@ -53,22 +53,13 @@ MOODS = ("down", "late", "slow", "lost", "empty", "cut", "banner")
 @cache
 def run_template() -> Path:
     """A run that was submitted, which every history begins with a copy of."""
-    _kept.append(tempfile.TemporaryDirectory(prefix="histories-run-", dir=memory()))
-    folder = Path(_kept[-1].name)
     checkpoint = CheckpointConfig(storage_patience_seconds=PATIENCE)
     config = RunConfig(checkpoint=checkpoint, optim=OptimConfig(steps=STEPS))
-    run_dir = RunDir.create(folder / "run", config)
+    run_dir = RunDir.create(kept_folder() / "run", config)
     Snapshot(run_dir.path).take_settings(
         config, ClusterConfig(ranks_per_node=1, time_limit="01:00:00")
     )
     return run_dir.path
-
-
-_kept: list[tempfile.TemporaryDirectory[str]] = []
-
-
-def memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class SupervisorHistory(HistoryMachine):
@@ -76,7 +67,7 @@ class SupervisorHistory(HistoryMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="history-", dir=memory())).resolve()
+        self.folder = Path(tempfile.mkdtemp(prefix="history-", dir=MEMORY)).resolve()
         self.stack = contextlib.ExitStack()
         self.stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         shutil.copytree(run_template(), self.folder / "run")
@@ -262,9 +253,6 @@ class SupervisorHistory(HistoryMachine):
         def act(job: QueuedJob) -> None:
             if job.nodes[node:]:
                 self.site.blind[job.nodes[node]] = (self.site.time + seconds, how_far)
-            # An environment that starts nowhere, or a disk that nobody shares, before training.
-            if self.site.blind.keys() >= set(job.nodes):
-                self.may_end.add("never trained")
 
         self._later(after, act)
 
@@ -351,7 +339,8 @@ class SupervisorHistory(HistoryMachine):
         is_over = status == 0 and self.site.saved_step == STEPS and not find_events(new, JobStarted)
         if not was_away and not is_over and not any(e.restart == process.restart for e in ends):
             self._note("no end is recorded", f"exit {status}")
-        has_given_up = bool(ends) and ends[-1].reason in _GAVE_UP and not ends[-1].requeued
+        has_given_up = bool(ends) and ends[-1].reason in _GAVE_UP
+        has_given_up &= not any(end.requeued or end.is_final for end in ends[-1:])
         if ends and not was_away and has_given_up != (status == 2):
             self._note("ledger and exit disagree", f"exit {status}, {ends[-1].description}")
         is_done = self.site.saved_step == STEPS
@@ -362,7 +351,10 @@ class SupervisorHistory(HistoryMachine):
             in_a_row = ("starts in a row", f"{MOST} times in a row")
             is_futile = ends and any(words in ends[-1].message for words in in_a_row)
             refused = is_futile or any(ranks.plan == "refused" for ranks in self.site.ranks[-1:])
-            if not refused and self.site.counted < MOST and "never trained" not in self.may_end:
+            # An environment that starts nowhere, or a disk that nobody shares, before training.
+            is_alone = len(self.site.blind) < len(process.nodes)
+            has_ground = not (is_alone or find_events(ledger, TrainingBegan))
+            if not refused and self.site.counted < MOST and not has_ground:
                 self._note("given up without evidence", ends[-1].cause if ends else "")
             self.may_end.add("evidence")
 

@@ -70,6 +70,28 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("stop_slowly", {"seconds": 100.0}),
         ("change_mood", {"after": 140.0, "seconds": 900.0, "mood": "banner"}),
     ],
+    "a supervisor took a run whose storage was away for one without ranks that still trained": [
+        ("kill_supervisor", {"after": 2.0}),
+        ("stop_slowly", {"seconds": 20.0}),
+        ("take_storage_away", {"after": 2.0, "seconds": 3.0}),
+    ],
+    "steps that were saved before storage went away were no progress": [
+        ("plan_attempts", {"kinds": ["killed"] * 4}),
+        *(("take_storage_away", {"after": a, "seconds": 30.0}) for a in (85.0, 210.0, 330.0)),
+    ],
+    "a second job was to train on nodes that the first one had found broken": [
+        *(
+            ("break_node", {"after": 0.0, "how_far": 2, "node": node, "seconds": 200.0})
+            for node in (0, 1)
+        ),
+        ("resume", {"after": 2.0}),
+    ],
+    "a supervisor that failed in a job that may not be requeued was to give up": [
+        ("update", {"after": 25.0, "how": "Requeue=0"}),
+        ("plan_attempts", {"kinds": ["killed"]}),
+        ("take_storage_away", {"after": 70.0, "seconds": 900.0}),
+        ("change_mood", {"after": 400.0, "mood": "lost", "seconds": 900.0}),
+    ],
 }
 
 
