@@ -111,8 +111,8 @@ def choose_candidate(
     """Return the candidate to resume from, a refusal, or None to start from the beginning.
 
     The candidate is the newest one without a problem, at its fastest destination. The start is
-    refused if it is older than the newest fact of the run directory or a store, or if these have
-    candidates and all have problems. With `asked`, the step of `--from-step`, only that step will do.
+    refused if it is older than the newest fact of the run directory or a store, or if all their
+    candidates have problems. With `asked`, the step of `--from-step`, only that step will do.
     """
     whole = [candidate for candidate in candidates if not candidate.problem]
     whole.sort(key=lambda candidate: (-candidate.step, _ORDER.index(candidate.destination)))

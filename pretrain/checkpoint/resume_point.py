@@ -25,6 +25,7 @@ from foundation.files import make_directory
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint import retention
 from pretrain.checkpoint.facts import (
+    EVER,
     Candidate,
     Destination,
     Fact,
@@ -99,11 +100,12 @@ def find_resume_point(
                 failures.pause()
         except CheckpointError:
             search.report()
+            search.note_history(EVER)  # the run stays where it is, whatever former starts noted
             raise
         else:
             failures.ended()
             search.report(checkpoint)
-            search.note_history(checkpoint)
+            search.note_history(checkpoint.step if checkpoint else 0)
             return checkpoint
 
 
@@ -189,11 +191,9 @@ class _Search:
             index = store.index()
             if index.run != self.run_id:
                 return  # the folder of another run, where uploads are refused as well
-            steps = []
-            for step in (stored.step for stored in index.checkpoints):
-                is_unknown = step > least and self.before is None and self.past.asked is None
-                if not is_unknown or self._admit_unknown(store, index, step):
-                    steps.append(step)
+            most = least if self.before is None and self.past.asked is None else EVER
+            steps = [stored.step for stored in index.checkpoints]
+            steps = [s for s in steps if s <= most or self._admit_unknown(store, index, s)]
         except (UserError, OSError) as error:
             if isinstance(error, NotFetchedError) and error.is_absent:
                 return
@@ -324,19 +324,18 @@ class _Search:
             elif not candidate.is_transient:
                 logger.warning("%s", rejection(problem, step_name(checkpoint)))
 
-    def note_history(self, checkpoint: Checkpoint | None) -> None:
+    def note_history(self, step: int) -> None:
         """Note in all later checkpoints that they are undone: nothing counts them as progress.
 
         A save of the same step replaces the directory with its note.
         """
-        step = checkpoint.step if checkpoint is not None else 0
         if self.world.is_main and self.before is None:
             with contextlib.suppress(CheckpointError):
                 for other in files.steps_on_disk(self.root):
                     self._note_undone(files.step_directory(self.root, other), other, step)
         if self.world.is_main:
             shutil.rmtree(self.root.with_name(SCRATCH), ignore_errors=True)
-        if self.local is not None and self.before is None:
+        if self.local is not None and self.before is None and step < EVER:
             self.local.log_unused(step, newest(self.facts, Destination.NODES))
 
     def _note_undone(self, directory: Path, other: int, step: int) -> None:

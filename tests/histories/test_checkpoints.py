@@ -101,6 +101,12 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("damage", {"file": 2, "how": "delete", "where": 0}),
         ("train", {"steps": 7}),
     ],
+    "a start that was killed before it began hid checkpoints, and one that was refused did, too": [
+        ("change_settings", {"has_local": False, "has_mirror": False}),
+        ("train", {"steps": 7}),
+        ("give_up", {"choice": 2, "kill_before": 22}),
+        ("give_up", {"choice": 1, "kill_before": 0}),
+    ],
     "what the ledger knows did not reach the other ranks": [
         ("change_ranks", {"world_size": 2}),
         ("train", {"steps": 6, "is_killed": True}),

@@ -349,16 +349,14 @@ def test_a_start_on_other_hosts_is_another_environment_of_nccl(
 ) -> None:
     destroy_process_group()  # of another test
     world = init_world()
-    environment = None
+    known = None
     for step, hosts in enumerate((before, now)):
         ranks = [{"torch": "2", "hosts of NCCL": host} for host in hosts.split()]
         monkeypatch.setattr(start_record, "gather_values", lambda *_, ranks=ranks: ranks)
         where = {"world_size": len(ranks), "attempt": "a"}
-        start_record.record_start(
-            RunDir(tmp_path), world, RunConfig(), step, {}, where, environment
-        )
+        start_record.record_start(RunDir(tmp_path), world, RunConfig(), step, {}, where, known)
         (*_, began) = RunDir(tmp_path).ledger.read()
-        environment = began.environment
+        known = began.environment
     assert began.changes == ({"hosts of NCCL": changed} if changed else {})
     destroy_process_group()
 
