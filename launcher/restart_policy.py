@@ -1,4 +1,4 @@
-"""What follows an attempt, how often and how fast a run restarts. Pure: no processes, no clocks."""
+"""The policy of restarts: what follows an attempt, and when. Pure: no processes, no clocks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ from pretrain.rundir.exit_statuses import (
 )
 from pretrain.rundir.history import find_events
 
-_UNUSABLE_NODES = 3  # in a row, of a run that has never trained: an old driver everywhere
-# How ranks end that failed only because another one never started.
+# If this many first attempts all end by an unusable node, every node probably has the same problem,
+# for example an old driver.
+_UNUSABLE_NODES = 3
+# The exit statuses of ranks when the only failure is that another rank never started.
 _BYSTANDERS = {0, EXIT_STOPPED, NEVER_STARTED, -signal.SIGKILL, -signal.SIGTERM}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """How often and how fast to restart a run that crashes; progress is a newer checkpoint."""
+    """How often and how soon to restart a run that crashes. Progress means a newer checkpoint."""
 
     attempts_without_progress: int = 3
     first_delay: float = 1.0  # seconds; doubled for each attempt without progress
-    unstarted_delay: float = 5.0  # the same where the site or a node failed: it needs a moment
+    unstarted_delay: float = 5.0  # seconds instead, if the site or a node failed
     longest_delay: float = 60.0
 
 
@@ -61,7 +63,7 @@ def requested_policy(arguments: argparse.Namespace) -> RestartPolicy:
 
 
 class About(Enum):
-    """What the end of an attempt is evidence about: only the run's counts against the run."""
+    """What caused the end of an attempt. Only RUN counts against the run."""
 
     RUN = "run"
     NODE = "node"
@@ -79,14 +81,14 @@ EVIDENCE = {
 
 
 class StartAgain(Exception):
-    """The job should start again, perhaps without some nodes; or, outside of one, has to end."""
+    """Raised if the job should start again, perhaps without some nodes."""
 
     def __init__(
         self,
         reason: JobEndReason,
         message: str = "",
         nodes: Sequence[str] = (),
-        rank: int | None = None,  # whose node is meant
+        rank: int | None = None,  # the one whose node failed
     ) -> None:
         super().__init__(message or ", ".join(nodes))
         self.reason, self.message, self.nodes, self.rank = reason, message, tuple(nodes), rank
@@ -103,35 +105,37 @@ def decide(
     may_wait: bool = True,
     can_requeue: bool = True,
 ) -> tuple[AttemptReason, NextAction, int]:
-    """Return why an attempt ended, what follows, and how many attempts in a row, with the `before`
-    ones, brought no newer checkpoint.
+    """Return why an attempt ended, what follows, and how many attempts in a row made no progress.
 
-    `is_complete`: whether a checkpoint holds the last step. Attempts that ran out of memory do not
-    count: the micro-batch halves until it is one lane, where the run is refused. `may_wait`: for
-    a site or a node that fails; `can_requeue`: whether another start may find another one.
+    `before`: that count before the attempt. `is_complete`: whether a checkpoint holds the last
+    step. Attempts that ran out of memory do not count: each halves the micro-batch, and at one lane
+    the run is refused. `may_wait`: whether to retry while the site or a node fails; `can_requeue`:
+    whether another start of the job may get another node.
     """
     reason = _reason(statuses, stop_requested, is_complete, can_requeue)
     about = EVIDENCE[reason]
     counts = about is About.RUN and reason is not AttemptReason.OUT_OF_MEMORY
     count = 0 if made_progress else before + counts
     if about is About.REQUEST:
-        then = NextAction.STOPPED
+        following = NextAction.STOPPED
     elif about in (About.SITE, About.NODE):
         give_up = NextAction.REQUEUE if can_requeue else NextAction.GIVE_UP
-        then = NextAction.RETRY if may_wait else give_up
+        following = NextAction.RETRY if may_wait else give_up
     elif reason is AttemptReason.FINISHED:
-        then = NextAction.FINISHED
+        following = NextAction.FINISHED
     elif reason is AttemptReason.USER_ERROR:
-        then = NextAction.REFUSED
+        following = NextAction.REFUSED
     else:
         is_hopeless = counts and count >= policy.attempts_without_progress
-        then = NextAction.GIVE_UP if is_hopeless else NextAction.RETRY
-    return reason, then, count
+        following = NextAction.GIVE_UP if is_hopeless else NextAction.RETRY
+    return reason, following, count
 
 
 def are_all_unusable(ledger: Sequence[Event]) -> bool:
-    """Return whether a rank's report that its node is unusable ends the run: it has never trained,
-    and the attempts before ended so, too, so that another node would hardly do."""
+    """Return whether all nodes seem unusable, so that a rank's report of it ends the run.
+
+    So it is if the run has never trained and its previous attempts ended in the same way.
+    """
     ends = find_events(ledger, AttemptEnded)[1 - _UNUSABLE_NODES :]
     has_trained = bool(find_events(ledger, TrainingBegan))
     reasons = [end.reason for end in ends]
@@ -146,7 +150,7 @@ def _reason(
         return AttemptReason.FINISHED
     if stop_requested or {EXIT_STOPPED} <= ends <= {0, EXIT_STOPPED}:
         return AttemptReason.STOP_REQUESTED
-    if EXIT_NODE_UNUSABLE in ends and can_requeue:  # else there is no other node
+    if EXIT_NODE_UNUSABLE in ends and can_requeue:  # without a requeue it counts against the run
         return AttemptReason.NODE_UNUSABLE
     if EXIT_SITE_FAILED in ends:
         return AttemptReason.SITE_FAILED
@@ -162,8 +166,10 @@ def _reason(
 
 
 def delay_after(reason: AttemptReason, count: int, policy: RestartPolicy) -> float:
-    """Return the seconds until the next attempt, after `count` in a row that ended so; 0 after a
-    lack of memory, because the next attempt needs less."""
+    """Return the seconds until the next attempt, after `count` attempts in a row that ended so.
+
+    After a lack of memory it is 0, because the next attempt needs less memory.
+    """
     if reason is AttemptReason.OUT_OF_MEMORY:
         return 0.0
     is_waiting = EVIDENCE[reason] in (About.SITE, About.NODE)
@@ -172,7 +178,9 @@ def delay_after(reason: AttemptReason, count: int, policy: RestartPolicy) -> flo
 
 
 def unresponsive_rank(statuses: Sequence[int]) -> int | None:
-    """Return which rank made an attempt hang: the only one that had to be killed, if any. The rank
-    whose watchdog fires first was waiting for it."""
+    """Return the rank that made an attempt hang: the only one that had to be killed, if any.
+
+    It is not the rank whose watchdog fired first: that one was waiting for it.
+    """
     killed = [rank for rank, status in enumerate(statuses) if status == -signal.SIGKILL]
     return killed[0] if len(killed) == 1 else None

@@ -1,5 +1,4 @@
-"""The state of a run, a row of `launcher status`: read from its directory, joined with what Slurm
-knows."""
+"""The state of a run, a row of `launcher status`: from its directory, corrected by Slurm's data."""
 
 from __future__ import annotations
 
@@ -60,32 +59,32 @@ _UNKNOWN_TIMES = ("N/A", "Unknown", "")
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Unknown numbers are None; ages and spans are seconds."""
+    """The state of a run. Unknown numbers are None; times are in seconds."""
 
     name: str
     path: str
     state: State
     reason: str = ""
-    is_lost: bool = False  # failed, and nothing of the run has written why
-    needs_resume: bool = False  # only that continues it, although its state suggests otherwise
-    is_job_open: bool = False  # its last job began and has not written its end
+    is_lost: bool = False  # failed, and no process of the run has recorded why
+    needs_resume: bool = False  # only `launcher resume` continues it, though its state looks active
+    is_job_open: bool = False  # the ledger has the start of its last job and no end
     attempts: int = 0
     ranks: int | None = None
     nodes: tuple[str, ...] = ()
     replaced_nodes: tuple[str, ...] = ()  # by spare ones, and why
     job: str | None = None  # Slurm's id
-    work_dirs: Sequence[str] = ()  # of its jobs
+    work_dirs: Sequence[str] = ()  # of the run's jobs
     step: int = 0
     steps: int = 0
     results: RunResults = field(default_factory=RunResults)
-    evaluation: Mapping[str, Any] | None = None  # the latest one's line in metrics.jsonl
+    evaluation: Mapping[str, Any] | None = None  # the line of the latest one in metrics.jsonl
     time_spent: TimeSpent | None = None
-    recent_tokens_per_second: float | None = None  # `speeds`
+    recent_tokens_per_second: float | None = None  # `RECENT_SPEED` in `metric_names`
     seconds_left: float | None = None
     checkpoint: int | None = None
     checkpoint_age: float | None = None
     mirrored: int | None = None  # the latest step that checkpoint.mirror has
-    mirror_problem: str = ""  # why it has not the one after
+    mirror_problem: str = ""  # why the last upload failed
     last_failure: str = ""
     last_failure_age: float | None = None
     interval: int = 0  # of checkpoints, in steps
@@ -101,7 +100,10 @@ class RunState:
 
     @property
     def unsaved(self) -> str:
-        """How far a restart would go back, if that is more than an interval or the run is done."""
+        """How far a restart would go back; '' if that is normal.
+
+        Normal is up to an interval of checkpoints, or nothing once the run is done.
+        """
         saved = self.checkpoint or 0
         if self.step - saved <= (0 if self.state is State.DONE else self.interval):
             return ""
@@ -110,24 +112,24 @@ class RunState:
 
     @property
     def is_active(self) -> bool:
-        """Whether the run is running, or will be by itself."""
+        """Whether the run is running, or will be without a user's command."""
         return self.state in ACTIVE and not self.needs_resume
 
     @property
     def tree(self) -> dict[str, Any]:
-        """What is known of the run, as JSON has it."""
+        """The fields as `launcher status --json` prints them."""
         tree = asdict(self)
         results = tree.pop("results")
         return {**tree, **results, "fraction_done": self.fraction_done}
 
     @property
     def description(self) -> str:
-        """The state and, where there is one, the reason."""
+        """The state and, if there is one, the reason."""
         return f"{self.state}: {self.reason}" if self.reason else str(self.state)
 
 
 def is_run(path: Path) -> bool:
-    """Return whether this directory holds a run, or one that waits for its first attempt."""
+    """Return whether this directory holds a run, also one that waits for its first attempt."""
     return (
         RunDir(path).exists()
         or Snapshot(path).experiment.is_file()
@@ -136,7 +138,7 @@ def is_run(path: Path) -> bool:
 
 
 def read_state(path: Path) -> RunState:
-    """Return the state of the run in this directory now; ConfigError without one."""
+    """Return the present state of the run in this directory; ConfigError if there is no run."""
     if (new := _without_identity(RunDir(path))) is not None:
         return new
     config = submitted_config(path) or RunDir.open(path).config
@@ -152,7 +154,7 @@ def read_state(path: Path) -> RunState:
     failures = [one for one in interruptions(evidence.ledger, is_alive) if one.is_failure]
     spent = evidence.time_spent(is_running)
     mirrored, upload = last_stored(evidence.ledger), last_event(evidence.ledger, Mirrored, Restored)
-    # Without their domains, as Slurm names nodes.
+    # Slurm's names of nodes have no domains.
     nodes = {heartbeat.hostname.partition(".")[0] for heartbeat in evidence.heartbeats}
     if not nodes and (started := last_event(evidence.ledger, JobStarted)):
         nodes = set(started.nodes)
@@ -191,7 +193,10 @@ def read_state(path: Path) -> RunState:
 
 
 def _without_identity(run_dir: RunDir) -> RunState | None:
-    """Return the state of a run on this machine whose ranks have yet to make it: they start."""
+    """Return the state of a run that is starting on this machine; None for any other.
+
+    Its ranks, which make the run directory's run.json, have not come that far.
+    """
     start = None if run_dir.exists() else unfinished_start(run_dir.logs, [])
     is_here = start and any(lock.is_held for lock in run_dir.locks())
     if not start or not is_here or Snapshot(run_dir.path).experiment.is_file():
@@ -202,7 +207,7 @@ def _without_identity(run_dir: RunDir) -> RunState | None:
 
 
 def submitted_config(path: Path) -> RunConfig | None:
-    """Return the settings that a run was submitted with; None once it has begun."""
+    """Return the settings that a run was submitted with; None once the run has begun."""
     submitted = Snapshot(path).experiment
     if submitted.is_file() and not RunDir(path).exists():
         return load_config(RunConfig, submitted)
@@ -210,7 +215,10 @@ def submitted_config(path: Path) -> RunConfig | None:
 
 
 def read_states(paths: Sequence[Path]) -> list[RunState]:
-    """Return the state of each directory, in order; of several, `damaged` if it is unreadable."""
+    """Return the state of each directory, in order.
+
+    Raises UserError if a single one is unreadable; one of several gets the state `damaged`.
+    """
     states = []
     for path in paths:
         try:
@@ -224,8 +232,12 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
 
 
 def _read_anything(path: Path) -> RunState:
-    """Return the state of a run; UserError whatever is wrong with its files: others are shown."""
-    try:  # to open a FIFO or a device could wait forever
+    """Return the state of a run; UserError for anything wrong with its files.
+
+    One damaged run must not keep `launcher status` from showing the others.
+    """
+    try:
+        # Opening a FIFO or a device could block forever, so check for regular files first.
         for pattern in ("*", "slurm/*"):
             for file in path.glob(pattern):
                 if file.exists() and not file.is_file() and not file.is_dir():
@@ -244,7 +256,10 @@ def _read_anything(path: Path) -> RunState:
 
 
 def with_queue(states: Sequence[RunState], slurm: Slurm | None = None) -> list[RunState]:
-    """Return the states with what Slurm knows about each run's last job; warn if it is silent."""
+    """Return the states, corrected by Slurm's data on each run's last job.
+
+    If Slurm does not respond, warn and return them unchanged.
+    """
     unknown = [state for state in states if state.state is not State.DONE or state.is_job_open]
     jobs = [state.job for state in unknown if state.job]
     if not jobs:
@@ -261,7 +276,8 @@ def with_queue(states: Sequence[RunState], slurm: Slurm | None = None) -> list[R
                 _log.warning("job %s: derived from the directory alone: %s", names, error)
         queued = {job.address: job for job in queue}
         jobs = [job for job in jobs if job not in unreadable]
-        # Only about those that the controller has forgotten, or that may have run before.
+        # Accounting is slower than the controller. Ask it only about jobs that the controller has
+        # forgotten, and about pending ones, whose earlier starts it may have.
         records = slurm.records([j for j in jobs if j not in queued or queued[j].is_pending])
     except UserError as error:
         _log.warning("derived from the directories alone: %s", error)
@@ -275,8 +291,11 @@ def with_queue(states: Sequence[RunState], slurm: Slurm | None = None) -> list[R
 
 
 def joined(state: RunState, queued: QueuedJob | None, records: Sequence[JobRecord]) -> RunState:
-    """Return the state of a run with what Slurm says about its last job, which wins over heartbeats
-    and locks. A job that works in another directory has only the same number."""
+    """Return the state, corrected by Slurm's data on the run's last job.
+
+    Slurm's data is taken over heartbeats and locks. A job with another working directory is not the
+    run's: it only has the same number.
+    """
     if queued is not None and queued.work_dir not in state.work_dirs:
         queued = None
     records = [record for record in records if record.work_dir in state.work_dirs]
@@ -288,7 +307,8 @@ def joined(state: RunState, queued: QueuedJob | None, records: Sequence[JobRecor
             return _pending(state, queued, records)
         return _running(state, queued)
     ending = (queued.state if queued else records[-1].state if records else "").partition(" ")[0]
-    # Ranks also stop, after a checkpoint, when the supervisor of their job is killed.
+    # `stopped` is a user's request only if the job has ended regularly: ranks also save and stop
+    # when their supervisor is killed.
     was_asked = not state.is_job_open or ending in ("", "COMPLETED")
     if state.state in (State.DONE, State.CANCELED) or (state.state is State.STOPPED and was_asked):
         return state
@@ -302,7 +322,7 @@ def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> R
     elif job.start not in _UNKNOWN_TIMES:
         reason += f", expected to start {job.start.replace('T', ' ')}"
     state = replace(state, nodes=(), seconds_left=None)
-    if state.state in (State.REQUEUED, State.PREEMPTED):  # the ledger says why
+    if state.state in (State.REQUEUED, State.PREEMPTED):  # with a reason from the ledger
         return replace(state, reason=f"{state.reason}; {reason}")
     if not state.attempts:
         return replace(state, state=State.QUEUED, reason=reason)
@@ -348,6 +368,6 @@ def _ended(state: RunState, ending: str) -> RunState:
         return replace(state, state=State.FAILED, reason=reason)
     detail = f" ({ending.lower()})" if ending else ": it is unknown to Slurm"
     reason = _FAILED.get(ending, f"its job has ended{detail}")
-    if state.state in (State.REQUEUED, State.PREEMPTED):  # the ledger knows why
+    if state.state in (State.REQUEUED, State.PREEMPTED):  # with a reason from the ledger
         reason = f"{state.reason}; {reason}; 'launcher resume' continues the run"
     return replace(state, state=State.FAILED, reason=reason)

@@ -1,5 +1,7 @@
-"""The supervisor: starts an attempt, watches it, decides what follows, until the run is finished or
-hopeless. Its caller says how ranks are started: on this machine, or as a step of a Slurm job."""
+"""The supervisor: makes attempts, one after the other, until the run is finished or hopeless.
+
+Its caller passes how to start ranks: on this machine, or as a step of a Slurm job.
+"""
 
 from __future__ import annotations
 
@@ -50,22 +52,22 @@ class Ranks(Protocol):
     """The ranks of one attempt, already started."""
 
     logs: list[Path]  # in rank order
-    first_failure: int | None  # the rank that failed first, known after `wait`
-    was_stopped: bool  # all at once, by somebody else than this supervisor; the same
+    first_failure: int | None  # the first rank that failed; known after `wait`
+    was_stopped: bool  # all ranks at once, not by this supervisor; known after `wait`
 
     def wait(self, *, meanwhile: Callable[[], None]) -> Sequence[int]:
-        """Exit statuses in rank order when all have exited; calls `meanwhile` many times a second
-        until then."""
+        """Wait until all have exited; return their exit statuses in rank order. Calls `meanwhile`
+        many times a second."""
         ...
 
     def terminate(self) -> None:
-        """Ask every rank to stop at its next step boundary."""
+        """Ask every rank to save and stop after its current step."""
 
     def kill(self) -> None:
         """Kill every rank immediately."""
 
     def describe_failure(self, statuses: Sequence[int]) -> str:
-        """Which rank failed first, and the last lines of its log."""
+        """Return which rank failed first, with the last lines of its log."""
         ...
 
 
@@ -77,20 +79,23 @@ class Supervisor:
     start: Callable[[int], Ranks]  # starts the attempt of this number
     policy: RestartPolicy
     stop: StopSignals
-    count: int = 0  # of attempts in a row before that brought no newer checkpoint
+    count: int = 0  # attempts in a row, also of former starts, without a newer checkpoint
     meanwhile: Callable[[], None] = lambda: None  # called many times a second while ranks run
-    job: str | None = None  # of Slurm, which the attempts belong to
-    # Whether the job has its nodes, and keeps them: else no attempt starts, and none counts.
+    job: str | None = None  # the id of the surrounding Slurm job
+    # Whether the job has its nodes and keeps them. If not, no attempt starts, and none counts.
     is_allocated: Callable[[], bool] = lambda: True
     clock: Clock = CLOCK
     _number: int = field(default=-1, init=False)  # of the latest attempt
-    _waits_since: float | None = field(default=None, init=False)  # for a site or node that fails
+    # Since when the site or a node has failed, and how many pauses there were.
+    _waits_since: float | None = field(default=None, init=False)
     _num_waits: int = field(default=0, init=False)
 
     def run(self) -> int:
-        """Return the exit status; StartAgain where the site or a node failed for longer than the
-        run tries."""
-        # After the highest that left logs, so that no log is written twice.
+        """Make attempts; return the exit status.
+
+        Raises StartAgain if the site or a node fails for longer than the run waits.
+        """
+        # Continue the numbers of earlier attempts, whose logs must not be overwritten.
         numbers = (attempt.number for attempt in list_attempts(self.run_dir.logs))
         self._number = max(numbers, default=-1)
         try:
@@ -98,7 +103,7 @@ class Supervisor:
                 pass
             return status
         except StopWhileWaiting:
-            if self.job is None:  # the end of a job is recorded with its reason
+            if self.job is None:  # in a job, `JobExit` records why it ends
                 name = signal.Signals(self.stop.received[-1]).name
                 self._record(Interrupted(signal=name, step=self._latest_step()))
             return self._stopped()
@@ -115,17 +120,18 @@ class Supervisor:
         """Make an attempt and wait for the next one; return the exit status if none follows."""
         run_dir, retry = self.run_dir, self.run_dir.retry
         self._number += 1
-        if run_dir.path.exists():  # else the first attempt tells what is wrong
+        if run_dir.path.exists():  # if not, rank 0 of the first attempt makes it
             with_retries(retry, run_dir.check_writable)
         before = self._known_step()
         if not self.is_allocated():
             return EXIT_STOPPED
         ranks = with_retries(retry, lambda: self.start(self._number))
         statuses = tuple(ranks.wait(meanwhile=self._stopper(ranks)))
-        ended = self._decided(statuses, ranks, before)
+        ended = self._attempt_end(statuses, ranks, before)
         if ended.next not in (NextAction.FINISHED, NextAction.STOPPED) and not self.is_allocated():
             return EXIT_STOPPED
-        if run_dir.exists() or run_dir.ledger.path.exists():  # else refused before there was a run
+        # Without either, the settings were refused before there was a run.
+        if run_dir.exists() or run_dir.ledger.path.exists():
             self._record(ended)
         if ended.next is NextAction.FINISHED:
             _log.info("finished: %s; next: pretrain report %s", run_dir.path, run_dir.path)
@@ -149,16 +155,16 @@ class Supervisor:
 
     @property
     def _waited(self) -> float:
-        """For how long the site or a node has failed."""
+        """Seconds for which the site or a node has failed."""
         return 0.0 if self._waits_since is None else self.clock.now() - self._waits_since
 
-    def _decided(self, statuses: tuple[int, ...], ranks: Ranks, before: int) -> AttemptEnded:
+    def _attempt_end(self, statuses: tuple[int, ...], ranks: Ranks, before: int) -> AttemptEnded:
         """Return how the attempt ended, and what follows."""
         run_dir = self.run_dir
-        # Ranks that say what is wrong may have found the run gone for good.
+        # A rank that explains its failure may have found the run gone for good: do not wait for it.
         is_explained = any(status in EXPLAINED for status in statuses)
         after = self._latest_step() if is_explained else self._known_step()
-        is_complete = False  # nor is a run whose directory has vanished
+        is_complete = False  # stays False if the run directory has vanished
         if not any(statuses) and run_dir.exists():
             is_complete = after >= run_dir.config.optim.steps
         if after > before:
@@ -166,7 +172,7 @@ class Supervisor:
         can_requeue = self.job is not None
         if can_requeue and EXIT_NODE_UNUSABLE in statuses:
             can_requeue = not are_all_unusable(run_dir.ledger.read())
-        reason, then, self.count = decide(
+        reason, following, self.count = decide(
             statuses,
             after > before,
             self.count,
@@ -184,7 +190,7 @@ class Supervisor:
             step_before=before,
             step=after,
             reason=reason,
-            next=then,
+            next=following,
             without_progress=self.count,
             job=self.job,
         )
@@ -215,10 +221,13 @@ class Supervisor:
             raise StopWhileWaiting
 
     def _stopper(self, ranks: Ranks) -> Callable[[], None]:
-        """Return what passes the first request to stop on to the ranks; the second one kills them.
-        Another SIGTERM ends a wait of the ranks for storage, but not in a job, to which Slurm sends
-        several."""
-        stop, passed_on, received = self.stop, 0, 0
+        """Return a function that passes requests to stop on to the ranks: the second kills them.
+
+        Outside a job, signals that are no new request are passed on, too: they end the ranks' wait
+        for storage. In a job they are not, because Slurm sends several signals for one request.
+        """
+        stop = self.stop
+        passed_on = received = 0
 
         def poll() -> None:
             nonlocal passed_on, received
@@ -244,8 +253,7 @@ class Supervisor:
             _log.warning("not in the ledger, because storage fails: %s", event.description)
 
     def _stopped(self) -> int:
-        """Log that no attempt follows, and outside of a job how to continue; the exit status."""
-        # A start would resume, also from step 0.
+        """Log that no attempt follows and how to continue; return the exit status."""
         is_saved = bool(steps_that_count(self.run_dir.checkpoints))
         saved = f" after the checkpoint of step {self._latest_step()}" if is_saved else ""
         again = "" if self.job else "; rerun the same command to continue"
@@ -254,21 +262,21 @@ class Supervisor:
 
 
 def _hung_rank(run_dir: RunDir, statuses: Sequence[int]) -> int | None:
-    """Return which rank made an attempt hang: one that has not come, else one that was killed."""
+    """Return the rank that made an attempt hang: it came to no rendezvous, or had to be killed."""
     start = unfinished_start(run_dir.logs, run_dir.ledger.read())
     late = start.late_rank(read_heartbeats(run_dir.heartbeats)) if start else None
     return unresponsive_rank(statuses) if late is None else late
 
 
 def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
-    """Return whether the run has finished all steps of `config`, and saved the last one."""
+    """Return whether the run has made all steps of `config` and saved the last one."""
     last = last_event(run_dir.ledger.read(), TrainingBegan, TrainingEnded, ResumeFrom)
     is_over = isinstance(last, TrainingEnded) and last.outcome is Outcome.FINISHED
     return is_over and latest_step(run_dir.checkpoints) >= config.optim.steps
 
 
 def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
-    """Return whether the directory holds this run, complete; ConfigError if it holds another."""
+    """Return whether the directory holds this run, complete. Raises ConfigError for another run."""
     if not run_dir.exists():
         run_dir.refuse_other_files()
         return False

@@ -96,8 +96,8 @@ def explain(attempt: AttemptFiles, ranks: int) -> None:
     """Do what the supervisor does when srun has ended."""
     logs = attempt.rank_logs(ranks)
     ends = RankEnds(logs)
-    ends.look()
+    ends.read_listed()
     ends.read_rest()
-    first = first_failure(ends.found, ranks, "")
+    first = first_failure(ends.by_rank, ranks, "")
     text = describe_failure(ends.statuses(), logs, first_failure=first)
     assert text.startswith("rank 3 was killed"), text

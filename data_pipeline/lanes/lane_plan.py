@@ -1,19 +1,19 @@
-"""The documents that each lane reads, in order: arithmetic on token counts; reads no tokens.
+"""The documents that each lane reads, in order: arithmetic on token counts, without tokens.
 
 A unit is a shard. Each epoch permutes the units, and the documents inside each unit. The result is
-one virtual stream of T tokens. Lane i of N owns the documents whose first token is in
-[i*T/N, (i+1)*T/N) of it: its share of the epoch. After its share of one epoch a lane continues
-with its share of the next, so every token is read once per epoch and every document whole.
+a virtual stream of T tokens. Lane i of N has a *share* of it: the documents whose first token is in
+[i*T/N, (i+1)*T/N). After its share of one epoch a lane continues with its share of the next. So
+every document is read whole, once per epoch.
 
-A stream is one document that lanes enter at any token (as in Dai et al. 2019): nothing is permuted,
-lane i owns exactly the tokens [i*T/N, (i+1)*T/N) in every epoch, and starts its memory there. The
-documents of its units are parts of that one, cut for storage only.
+A corpus can be a *stream*: one document that lanes enter at any token, as in Dai et al. 2019. Then
+nothing is permuted; lane i reads exactly the tokens [i*T/N, (i+1)*T/N) in every epoch and starts
+there with an empty memory. The stream was cut into documents for storage only.
 
-Ranks do not occur here: a lane's stream is a function of (unit tokens, seed, number of lanes,
-lane), so any number of ranks reads the same streams. Two levels of permutation keep the state
-small. A rank holds prefix sums over units; only the units that its lanes are in, or that a share's
-border is in, need the lengths of their documents. An offset counts tokens of the epoch's stream, a
-position tokens of a lane's share.
+A lane's tokens are a function of (unit tokens, seed, number of lanes, lane). Ranks do not occur
+here, so any number of ranks reads the same lanes. Permuting at two levels keeps the state small: a
+rank holds prefix sums over units, and needs document lengths only of units that a lane reads
+now or where a share begins or ends. In this module a *position* counts tokens in a lane's share,
+and an *offset* tokens in the epoch's stream, unless a class says otherwise.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from foundation.errors import ConfigError, DataError
 EPOCHS_KEPT = 4  # lanes enter the next epoch at different steps
 LAYOUTS_KEPT = 32
 ALWAYS_EMPTY_EPOCHS = 1000
-COMFORTABLE_RATIO = 20  # tokens of a lane per token of the longest document
-FEW_LANES = 16  # with fewer, uneven lanes are the smaller evil
+COMFORTABLE_RATIO = 20  # lanes this many times as long as the longest document are about even
+FEW_LANES = 16  # fewer lanes cost more in training than uneven ones
 
 
 class EpochOrder(NamedTuple):
-    """The units in their order, and the offset of each in the epoch's stream and of its end."""
+    """The units in an epoch's order, with the offset of each start; the last one is the end."""
 
     units: np.ndarray  # int32 [U]
     offsets: np.ndarray  # int64 [U + 1]
 
 
 class UnitLayout(NamedTuple):
-    """The documents of a unit in their order, and the offset of each in it and of its end."""
+    """The documents of a unit in an epoch's order. Offsets count from the unit's first token."""
 
     documents: np.ndarray  # int64 [D]
     offsets: np.ndarray  # int64 [D + 1]
@@ -51,14 +51,14 @@ class UnitLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DocumentSpans:
-    """Consecutive tokens of one lane in one unit: span k is part of one document."""
+    """Consecutive tokens of one lane in one unit. Each span is a document or a part of one."""
 
     epoch: int
     unit: int
     documents: np.ndarray  # [spans], index in the unit as stored
-    offsets: np.ndarray  # [spans], of the first token in the document
+    offsets: np.ndarray  # [spans], of the span's first token in its document
     lengths: np.ndarray  # [spans], tokens
-    are_starts: np.ndarray  # [spans], bool: of a document, or of the lane's share of a stream
+    are_starts: np.ndarray  # [spans], bool: the first of a document, or of a share of a stream
 
     @property
     def num_tokens(self) -> int:
@@ -66,12 +66,12 @@ class DocumentSpans:
 
     @property
     def document_starts(self) -> np.ndarray:
-        """Which of the tokens are the first of what a lane reads in one go: their indices."""
+        """Indices, among these tokens, where a lane starts a document or its share of a stream."""
         return (np.cumsum(self.lengths) - self.lengths)[self.are_starts]
 
 
 class LanePlan:
-    """The order of reading. Caches unit offsets of a few epochs and layouts of a few units."""
+    """The order that lanes read in. Caches a few epochs' orders and a few units' layouts."""
 
     def __init__(
         self,
@@ -82,10 +82,9 @@ class LanePlan:
         units_at: Callable[[int], np.ndarray] | None = None,
         is_stream: bool = False,
     ) -> None:
-        """`document_lengths(unit)` returns the tokens of each document of a unit as stored, [D].
+        """`document_lengths(unit)` returns the number of tokens of each document as stored, [D].
 
-        `units_at(epoch)` lists the units of an epoch, each as often as it is read; the default is
-        once.
+        `units_at(epoch)` lists an epoch's units, each as often as it is read: by default once.
         """
         self.unit_tokens = np.asarray(unit_tokens, np.int64)
         self.num_lanes = num_lanes
@@ -98,7 +97,7 @@ class LanePlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the first epoch. With fractional repeats, others may differ by a shard."""
+        """Tokens of the first epoch. If repeats are fractional, epochs can differ by a shard."""
         return self.epoch_tokens(0)
 
     def epoch_tokens(self, epoch: int) -> int:
@@ -127,17 +126,17 @@ class LanePlan:
         return _keep(self._layouts, (epoch, unit), layout, LAYOUTS_KEPT)
 
     def lane_start(self, epoch: int, lane: int) -> int:
-        """Return the offset at which the lane's share starts; lane N starts at the stream's end.
+        """Return the offset where the lane's share starts; for lane N the end of the last share.
 
-        The even cut is moved to where a lane may start. Both neighbors of a cut compute it in the
-        same way, so no document is read twice or skipped.
+        It is the first start of a document at or after the even cut. The lanes on both sides
+        compute the same one, so no document is read twice or skipped.
         """
         return self.next_start(epoch, self._even_cut(epoch, lane))
 
     def next_start(self, epoch: int, offset: int) -> int:
-        """Return the first offset at or after `offset` where a lane may start.
+        """Return the first offset at or after `offset` where a share can start.
 
-        That is a document or the end; of a stream it is any token.
+        It can start at a document or at the end; in a stream, at any token.
         """
         if self.is_stream or offset >= self.epoch_tokens(epoch):
             return min(offset, self.epoch_tokens(epoch))
@@ -148,28 +147,29 @@ class LanePlan:
         return int(unit_offsets[index] + start)
 
     def unit_at(self, epoch: int, offset: int) -> int:
-        """Return the unit at an offset of the epoch's stream; needs no document lengths."""
+        """Return the unit at an offset. Needs no document lengths."""
         units, offsets = self.epoch_order(epoch)
         offset = min(offset, int(offsets[-1]) - 1)
         return int(units[np.searchsorted(offsets, offset, "right") - 1])
 
     def units_between(self, epoch: int, start: int, end: int) -> list[int]:
-        """Return the units of the offsets [start, end), in order; needs no document lengths."""
+        """Return the units that have the offsets [start, end), in order. Needs no lengths."""
         units, offsets = self.epoch_order(epoch)
         first = int(np.searchsorted(offsets, start, "right")) - 1
         return units[first : int(np.searchsorted(offsets, end, "left"))].tolist()
 
     def border_units(self, lane: int, epoch: int) -> list[int]:
-        """Return the units at the start and the end of the lane's share: their lengths decide it.
+        """Return the units at the share's even cuts, whose document lengths decide where it starts.
 
-        Needs no document lengths, so that the lengths of many lanes can be prefetched.
+        Needs no lengths itself, so a caller can fetch the lengths for many lanes at once.
         """
-        return [self.unit_at(epoch, self._even_cut(epoch, each)) for each in (lane, lane + 1)]
+        cuts = (self._even_cut(epoch, lane), self._even_cut(epoch, lane + 1))
+        return [self.unit_at(epoch, cut) for cut in cuts]
 
     def first_unit(self, lane: int, epoch: int, position: int = 0) -> int:
-        """Return the unit at a position in the lane's share, or its neighbor.
+        """Return the unit at a position in the lane's share, or a neighbor of that unit.
 
-        As `border_units`, it needs no document lengths; therefore it may be the neighbor.
+        It counts from the even cut instead of the share's start, and so needs no document lengths.
         """
         return self.unit_at(epoch, self._even_cut(epoch, lane) + position)
 
@@ -185,7 +185,7 @@ class LanePlan:
         return np.diff([self.lane_start(epoch, lane) for lane in range(self.num_lanes + 1)])
 
     def locate(self, lane: int, token: int) -> tuple[int, int]:
-        """Return (epoch, position) of the lane's token number `token` since its start."""
+        """Return (epoch, position) of the lane's token number `token`, counted from epoch 0."""
         epoch = 0
         while token >= (length := self.lane_length(epoch, lane)):
             token -= length
@@ -193,12 +193,12 @@ class LanePlan:
         return epoch, token
 
     def walk(self, lane: int, epoch: int = 0, position: int = 0) -> LaneWalk:
-        """Return the lane's stream from a position on, found by binary search."""
+        """Return the lane's tokens from a position on, found by binary search."""
         return LaneWalk(self, lane, epoch, position)
 
 
 class LaneWalk:
-    """One lane's endless stream of document spans. `epoch` and `position` are its cursor."""
+    """One lane's endless document spans. `epoch` and `position` are the lane's cursor."""
 
     def __init__(self, plan: LanePlan, lane: int, epoch: int, position: int) -> None:
         self._plan = plan
@@ -229,7 +229,10 @@ class LaneWalk:
         self._layout = self._plan.unit_layout(self.epoch, self._unit)
 
     def _next_epoch(self) -> None:
-        for epoch in range(self.epoch + 1, self.epoch + ALWAYS_EMPTY_EPOCHS):
+        # A share can be empty in one epoch, because a long document of another lane covers it, and
+        # not in the next one, which has another order.
+        first = self.epoch + 1
+        for epoch in range(first, first + ALWAYS_EMPTY_EPOCHS):
             self._enter(epoch)
             if self.length:
                 return self._seek()
@@ -241,8 +244,8 @@ class LaneWalk:
         """Return the next `count` tokens of the lane, in order, and advance past them."""
         taken = []
         while count:
-            # An epoch is entered when its first token is read, not when the last one's is: at a
-            # share's end the cursor is (epoch, length), which names no token of the next epoch.
+            # Enter an epoch only when its first token is read. So at the end of a share the cursor
+            # is (epoch, length), and not (epoch + 1, 0).
             if self.position == self.length:
                 self._next_epoch()
             elif self._start + self.position == self._unit_end:
@@ -253,10 +256,10 @@ class LaneWalk:
         return taken
 
     def units_ahead(self, count: int) -> tuple[list[int], list[int]]:
-        """Return the units after the current one that `count` tokens need, and at least one.
+        """Return the units after the current one that the next `count` tokens need, at least one.
 
-        If the lane's share ends in the current unit, this is the first of its next share, and the
-        units at the borders of that share come second; else none do.
+        If the lane's share ends in the current unit, that is the first unit of its next share; then
+        the second list has the border units of the next share. Otherwise it is empty.
         """
         end = self._start + self.length
         if self._unit_end >= end:
@@ -268,18 +271,20 @@ class LaneWalk:
 
     def _take_from_unit(self, count: int) -> DocumentSpans:
         documents, offsets = self._layout
-        # From here on, offsets count from the start of the unit.
+        # `first`, `last` and `offsets` count from the start of the unit.
         first = self._start + self.position - self._unit_start
         end_of_share = first + self.length - self.position
         last = min(first + count, self._unit_end - self._unit_start, end_of_share)
-        # Documents low to high - 1 overlap [first, last); the outer two may be cut.
+        # Documents low to high - 1 overlap [first, last). Only parts of the first and the last of
+        # them may be inside.
         low = int(np.searchsorted(offsets, first, "right")) - 1
         high = int(np.searchsorted(offsets, last, "left"))
         starts = np.maximum(offsets[low:high], first)
         lengths = np.minimum(offsets[low + 1 : high + 1], last) - starts
         inside = starts - offsets[low:high]
         if self._plan.is_stream:
-            are_starts = np.arange(len(starts)) == -self.position  # the share's first token
+            # Only the share's first token is a start: span 0 at position 0.
+            are_starts = np.arange(len(starts)) == -self.position
         else:
             are_starts = inside == 0
         self.position += last - first
@@ -298,8 +303,10 @@ def check_range(lanes: range, num_lanes: int) -> None:
 
 
 def comfortable_lanes(num_tokens: int, longest_whole: int) -> int:
-    """Return how many lanes are about even; with too little text for that, as many as it fills,
-    at most `FEW_LANES`. `longest_whole`: see `Manifest`."""
+    """Return the most lanes that have about equal lengths, given the longest whole document.
+
+    With too little text for FEW_LANES even ones, return how many lanes it fills, up to FEW_LANES.
+    """
     longest = max(longest_whole, 1)
     even = num_tokens // (COMFORTABLE_RATIO * longest)
     return even if even >= FEW_LANES else max(1, min(FEW_LANES, num_tokens // longest))
@@ -312,7 +319,7 @@ def check_lanes(plan: LanePlan, longest_whole: int) -> str:
     `longest_whole`, the tokens of the longest document that is read whole.
     """
     share = plan.num_tokens // plan.num_lanes
-    # The first empty lane is enough: far too many lanes are refused without counting them all.
+    # Stop at the first empty lane: to measure all of far too many lanes would take long.
     lanes = range(plan.num_lanes) if share < longest_whole else ()
     empty = next((lane for lane in lanes if not plan.lane_length(0, lane)), None)
     if empty is not None:

@@ -1,8 +1,8 @@
-"""Asks Slurm by its commands; nothing else does, except for the sruns of srun.py.
+"""Slurm's commands and their answers. Only srun.py runs another one, srun.
 
-Output is requested field by field, because the JSON of Slurm's commands varies by version, between
-marks of our own and with a header: sites print banners, wrap commands and cut lines. Where an
-answer is not whole, Slurm is asked again.
+Fields are requested one by one, because the JSON of Slurm's commands varies by version. Marks of
+our own and a header surround them, because sites print banners, wrap commands and cut lines. If an
+answer is incomplete, Slurm is asked again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 P = ParamSpec("P")
 Runner = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
 
-# Variables of a surrounding job would change what our commands do.
+# Variables of a surrounding job that would change the defaults of our commands.
 _INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")
-# What the commands write to stderr, in lower case, when the controller did not respond.
+# What the commands write to stderr, here in lower case, if the controller does not respond.
 _UNREACHABLE = re.compile(
     "unable to contact|timed out|connection refused|connect failure|zero bytes|unreachable"
     "|unable to establish controller|temporarily unable|communication|unexpected message"
@@ -40,8 +40,7 @@ _NO_SLURM = (
 _LIVE_STATES = ("RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING")
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT")  # after `scontrol requeuehold`
 _COMMAND_SECONDS = 120.0
-# A controller that comes back answers queries before it has processed the submissions in its
-# sockets.
+# A controller that has just restarted answers queries before it processes waiting submissions.
 _SETTLE_SECONDS = 2.0
 _ACCOUNTING_SECONDS = 10.0  # the history is not worth a longer wait
 # Directories are last, because users name them: they may contain the separator.
@@ -50,9 +49,9 @@ _NODES = r"(?:[\w.-]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"  # n[1-2,
 _JOB = re.compile(r"[0-9]+\|[0-9]+\|[^|]*\|[A-Z_]+(\|[^|]*){3}\|(/.*|\(null\))?", re.DOTALL)
 _START, _END = "xl|", "|lx"  # of a record
 _RECORD = re.compile(rf"^{re.escape(_START)}(.*?){re.escape(_END)}$", re.MULTILINE | re.DOTALL)
-_BETWEEN = "|xl|"  # two fields of accounting, which ends its lines with it, too
+_BETWEEN = "|xl|"  # the delimiter of accounting's fields, which also ends its lines
 _TEXT_OF_USERS = re.compile(r"\b(JobName|\w*Comment|Command|WorkDir)=.*")  # to the line's end
-_NEEDED = {"JobState", "Restarts", "WorkDir"}  # the last of them comes late in an answer
+_NEEDED = {"JobState", "Restarts", "WorkDir"}  # WorkDir is near the end: it shows a cut answer
 _JOB_NUMBER = re.compile(r"[0-9]+(_[0-9]+)?")
 _SUBMITTED = re.compile(r"^([0-9]+)(;\S+)?$", re.MULTILINE)
 
@@ -64,7 +63,7 @@ class SlurmUnreachable(UserError):
 
 
 class BrokenAnswer(SlurmUnreachable):
-    """Parts of an answer cannot be read; `whole` are its other records, or the jobs in them."""
+    """Part of an answer is unreadable; `whole` has the readable records, or the jobs in them."""
 
     def __init__(self, message: str, whole: list[Any]) -> None:
         super().__init__(message)
@@ -73,26 +72,26 @@ class BrokenAnswer(SlurmUnreachable):
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """What squeue reports about a job; it keeps jobs for minutes after they end."""
+    """A job as squeue reports it, up to some minutes after its end."""
 
     id: str
-    array_id: str  # of the array it belongs to; else its own id
+    array_id: str  # the array's id for a task of an array, else its own id
     array_index: str  # N/A outside of arrays
     state: str  # PENDING, RUNNING, COMPLETING, TIMEOUT ...
     reason: str  # why it waits or ended, as Slurm reports it
     nodes: str  # n[1-2]
     start: str  # when it started, or is expected to
-    work_dir: str  # tells the jobs of runs apart: it is never renamed, and no other run has it
+    work_dir: str  # identifies the run: it is never renamed, and each run has its own
 
     @property
     def address(self) -> str:
-        """Identifies this job alone in Slurm's commands: 17, or 17_3 for a task of an array."""
+        """The job's name in Slurm's commands: 17, or 17_3 for a task of an array."""
         is_task = self.array_index != "N/A"
         return f"{self.array_id}_{self.array_index}" if is_task else self.id
 
     @property
     def known_nodes(self) -> list[str]:
-        """The names of its nodes, to be shown; none where Slurm's list of them is unreadable."""
+        """The names of its nodes, for display; empty if Slurm's list is unreadable."""
         try:
             return node_names(self.nodes)
         except SlurmUnreachable:
@@ -115,7 +114,7 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What accounting reports about one start of a job; a requeued job has several."""
+    """One start of a job as accounting reports it; a requeued job has several."""
 
     address: str  # 17, or 17_3
     state: str
@@ -127,19 +126,19 @@ class Partition:
     name: str
     is_default: bool
     num_nodes: int
-    cpus_per_node: int  # of its largest node, as are the GPUs
-    gpus_per_node: int
+    cpus_per_node: int  # the most of any node
+    gpus_per_node: int  # the most of any node
     time_limit: str
 
 
 class Slurm:
-    """The answers of Slurm. `run` runs a command of it within a number of seconds."""
+    """Slurm's commands. `run` runs one of them, with a limit in seconds."""
 
     def __init__(self, run: Runner | None = None, clock: Clock = CLOCK) -> None:
         self._runner, self._clock = run or run_command, clock
 
     def retry_unreachable(self, ask: Callable[[], T], timeout: float = 300.0) -> T:
-        """Return what `ask` does, asked for `timeout` seconds until the controller responds."""
+        """Call `ask` until the controller responds, for `timeout` seconds; return its result."""
         deadline = self._clock.now() + timeout
         while True:
             try:
@@ -150,14 +149,16 @@ class Slurm:
                 _log.warning("%s; retrying", error)
                 self._wait_for_controller(deadline)
 
-    def answered(self, ask: Callable[P, T], *what: P.args, **how: P.kwargs) -> T:
-        """Return what Slurm answers, without a timeout: Slurm ends the job's processes in time."""
-        return self.retry_unreachable(lambda: ask(*what, **how), timeout=math.inf)
+    def answered(self, ask: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Call `ask` until the controller responds; for use in a job, which Slurm ends in time."""
+        return self.retry_unreachable(lambda: ask(*arguments, **options), timeout=math.inf)
 
     def submit(self, script: Path, work_dir: str) -> tuple[str, str]:
-        """Submit a batch script whose job works in `work_dir`; return its id, and where it works by
-        Slurm's word. If Slurm's answer was lost, the job may exist, so every try first looks for a
-        live job there."""
+        """Submit a batch script; return the job's id and working directory, as Slurm reports it.
+
+        The job works in `work_dir`. If Slurm's answer was lost, the job may exist all the same, so
+        every try first looks for a live job there.
+        """
 
         def find_or_submit() -> tuple[str, str]:
             if live := self.live_jobs(work_dir):
@@ -173,19 +174,22 @@ class Slurm:
         return self.retry_unreachable(find_or_submit)
 
     def _read_back(self, printed: Sequence[str], work_dir: str) -> tuple[str, str]:
-        """Return the job that sbatch has submitted: a wrapper may have printed other numbers, and
-        the site may have moved the job to another directory."""
+        """Return id and working directory of the submitted job, from squeue.
+
+        The output of sbatch is not enough: a wrapper may print other numbers, and the site may move
+        the job to another directory.
+        """
         mine = self._jobs_of_this_user()
         own = [job for job in mine if job.work_dir == work_dir]
         own = own or [job for job in mine if job.array_id in printed]
         if own:
             return own[-1].array_id, own[-1].work_dir
         if not printed:
-            raise SlurmUnreachable("sbatch took the job, but did not print its number")
+            raise SlurmUnreachable("sbatch accepted the job, but did not print its number")
         return printed[-1], work_dir
 
     def live_jobs(self, *work_dirs: str) -> list[QueuedJob]:
-        """Return this user's live jobs that work in these directories, oldest first, also tasks."""
+        """Return this user's live jobs and tasks that work in these directories, oldest first."""
         mine = self._jobs_of_this_user()
         return [job for job in mine if job.is_live and job.work_dir in work_dirs]
 
@@ -193,19 +197,19 @@ class Slurm:
         return self._squeue("--user", str(os.geteuid()))
 
     def jobs(self, ids: Sequence[str]) -> list[QueuedJob]:
-        """Return what squeue reports about these jobs; one that is missing ended minutes ago, or
-        never existed."""
+        """Return these jobs as squeue reports them. It omits those that ended minutes ago, or never
+        existed."""
         ids = _job_numbers(ids)
         return self._squeue("-j", ",".join(ids)) if ids else []
 
     def steps(self, job: int) -> list[str]:
-        """Return the steps of a job that srun started and that still run: 17.0."""
+        """Return the running steps of a job that srun started: 17.0."""
         listed = [step for (step,) in self._records(["squeue", "-s", "-j", str(job)], ["%i"])]
         return [step for step in listed if step.rpartition(".")[2].isdecimal()]
 
     def details(self, job: str) -> dict[str, str]:
-        """Return the fields of `scontrol show job`, such as JobState, Reason, NodeList; none only
-        for a job unknown to Slurm."""
+        """Return the fields of `scontrol show job`, such as JobState, Reason and NodeList; empty if
+        Slurm does not know the job."""
         result = self._run(["scontrol", "show", "job", job])
         if result.returncode and "invalid job id" in result.stderr.lower():
             return {}
@@ -216,8 +220,8 @@ class Slurm:
         return fields
 
     def records(self, ids: Sequence[str]) -> list[JobRecord]:
-        """Return accounting's records of these jobs, oldest first; none without accounting, or in a
-        job's first second, with a warning if it does not respond."""
+        """Return accounting's records of these jobs, oldest first. Empty without accounting, in a
+        job's first second, and, with a warning, if accounting does not respond."""
         ids = _job_numbers(ids)
         if not ids:
             return []
@@ -237,7 +241,7 @@ class Slurm:
         return [JobRecord(address, state, work_dir) for address, state, work_dir, _ in whole]
 
     def partitions(self) -> list[Partition]:
-        """Return the cluster's partitions; none, with a note, where Slurm keeps them private."""
+        """Return the cluster's partitions; empty, with a warning, if Slurm keeps them private."""
         partitions: dict[str, Partition] = {}
         try:  # one record for each kind of node
             records = self._records(["sinfo"], ["%P", "%D", "%c", "%G", "%l"])
@@ -260,23 +264,23 @@ class Slurm:
         return list(partitions.values())
 
     def node_states(self, names: Sequence[str], field: str = "%T") -> dict[str, str]:
-        """Return the states of nodes as sinfo calls them (`idle`, `mixed*`), or another field."""
+        """Return the states of nodes in sinfo's words (`idle`, `mixed*`), or another field."""
         try:
             listed = self._records(["sinfo", "-N", "-n", ",".join(names)], ["%N", field])
-        except _Denied:  # it is advice
+        except _Denied:  # callers can do without
             return {}
-        return dict(listed)  # a record for each partition
+        return dict(listed)  # one entry per node, though sinfo lists it once per partition
 
     def cancel(self, job: str) -> None:
-        """Cancel a job, or a step; one that has ended already is left alone."""
+        """Cancel a job or a step, if it has not ended."""
         self._checked(["scancel", job])
 
     def requeue(self, job: str, restart: int, exclude: Sequence[str] = ()) -> None:
-        """Requeue the start number `restart` of a job, which ends all its processes, possibly this
-        one; its next start avoids the nodes `exclude`, by the only list that a user may change
-        without naming the job's nodes. Idempotent: after a lost answer no other start is requeued.
+        """Requeue start number `restart` of a job, without the nodes `exclude` from now on.
 
-        Slurm lets it wait for the lifetime of a credential, by default two minutes.
+        Slurm ends all processes of the job, perhaps this one, and lets the job wait for the
+        lifetime of a credential, by default two minutes. Idempotent: if Slurm's answer was lost, a
+        second call requeues no other start.
         """
         fields = self.details(job)
         if not fields:
@@ -284,13 +288,12 @@ class Slurm:
         is_requeued = int(fields["Restarts"]) > restart
         excluded = node_names(fields.get("ExcNodeList", ""))
         # If the job is our own, Slurm sends SIGTERM to all its processes as soon as it is requeued.
-        # The commands inherit the blocked signal, so that neither they nor this process die before
-        # the update.
+        # Commands inherit the blocked signal. So they and this process live until the update.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             if not is_requeued:
                 self._checked(["scontrol", "requeue", job])
-            # Only a job that waits can be updated, and an update replaces the list.
+            # A user may set ExcNodeList, but only while the job waits. An update replaces the list.
             if not set(exclude) <= set(excluded) and not (
                 is_requeued and fields["JobState"] == "RUNNING"
             ):
@@ -309,8 +312,8 @@ class Slurm:
             records, problem = error.whole, str(error)
         readable = [record for record in records if _JOB.fullmatch("|".join(record))]
         jobs = sorted((QueuedJob(*record) for record in readable), key=lambda job: int(job.id))
-        if strange := [record for record in records if record not in readable]:
-            problem = f"Slurm did not answer; found the job {strange[0]}"
+        if unreadable := [record for record in records if record not in readable]:
+            problem = f"Slurm did not answer; found the job {unreadable[0]}"
         if problem:
             raise BrokenAnswer(problem, jobs)
         return jobs
@@ -373,8 +376,8 @@ def run_command(command: Sequence[str], seconds: float) -> subprocess.CompletedP
 
 
 def records_in(printed: str, num_fields: int) -> list[list[str]]:
-    """Return the records between our marks, the header first; BrokenAnswer without one, or if a
-    record is cut or has other fields."""
+    """Return the records between our marks, the header first. Raises BrokenAnswer without a header,
+    or if a record is cut or has another number of fields."""
     records = [record.split("|", num_fields - 1) for record in _RECORD.findall(printed)]
     num_begun = sum(line.startswith(_START) for line in printed.splitlines())
     whole = [record for record in records if len(record) == num_fields]
@@ -384,12 +387,13 @@ def records_in(printed: str, num_fields: int) -> list[list[str]]:
 
 
 def job_fields(printed: str) -> dict[str, str]:
-    """Return the fields of the first job that `scontrol show job` prints; none if they are cut."""
+    """Return the first job's fields from `scontrol show job`; empty if the output is cut."""
     _, begin, rest = printed.partition("JobId=")
     record = (begin + rest).partition("\n\nJobId=")[0]  # texts of users may have empty lines
     work_dir = re.search(r"^ *WorkDir=(.*)$", record, re.MULTILINE)
     fields = re.findall(r"(\w+)=(\S*)", _TEXT_OF_USERS.sub("", record))
-    first = dict(reversed(fields))  # a comment of several lines comes after what it could imitate
+    # A comment of several lines may imitate fields. It comes after the real ones: the first counts.
+    first = dict(reversed(fields))
     if work_dir:
         first["WorkDir"] = work_dir[1]
     is_whole = first.keys() >= _NEEDED and first["Restarts"].isdecimal()
@@ -397,7 +401,7 @@ def job_fields(printed: str) -> dict[str, str]:
 
 
 def own_job() -> str:
-    """Return the address of the surrounding job: one task has the array's SLURM_JOB_ID."""
+    """Return the surrounding job's `address`. SLURM_JOB_ID alone does not identify a task."""
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError("'launcher batch' is for batch scripts; use 'launcher submit'")
     if "SLURM_ARRAY_TASK_ID" in os.environ:
@@ -406,7 +410,7 @@ def own_job() -> str:
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start an srun that gets its own nodes; what it and its tasks print goes to stderr."""
+    """Start an srun with an allocation of its own; its output goes to stderr."""
     try:
         return subprocess.Popen(
             command,
@@ -420,7 +424,7 @@ def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def node_names(node_list: str) -> list[str]:
-    """Return n1, n2, m03 for `n[1-2],m03`."""
+    """Expand a node list: n1, n2, m03 from `n[1-2],m03`."""
     if node_list and not re.fullmatch(rf"{_NODES}(,{_NODES})*", node_list):
         raise SlurmUnreachable(f"Slurm did not answer; found the nodes {node_list!r}")
     return [name for part in re.findall(_NODES, node_list) for name in _expanded(part)]
@@ -440,7 +444,7 @@ def _expanded(part: str) -> list[str]:
 
 
 class _Denied(UserError):
-    """Slurm does not let this user know (PrivateData)."""
+    """Slurm keeps this information from the user (PrivateData)."""
 
 
 class _UnknownJob(UserError):
@@ -448,7 +452,7 @@ class _UnknownJob(UserError):
 
 
 def _job_numbers(ids: Sequence[str]) -> list[str]:
-    """Return the ids that Slurm can have given: others may write ledgers."""
+    """Return the ids that have the form of Slurm's: a ledger can have anything."""
     return [number for number in ids if _JOB_NUMBER.fullmatch(number)]
 
 
@@ -459,7 +463,7 @@ def _number(text: str) -> int:
 
 
 def _shown(printed: str) -> str:
-    """Return what was printed instead of an answer, for one line."""
+    """Return the start of some output in quotes, for a message of one line."""
     return repr(_one_line(printed)[:80]) if printed.strip() else "nothing"
 
 

@@ -1,4 +1,4 @@
-"""What the ledger shows of the former starts of a Slurm job, and of the attempts in them. Pure."""
+"""Former starts of a Slurm job and their attempts, from the ledger. Pure."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ from pretrain.rundir.events import (
 )
 from pretrain.rundir.history import find_events, last_event
 
-# Ends of starts whose supervisor did not decide about the last attempt.
+# Ends of starts whose supervisor has recorded no end of the last attempt.
 _UNDECIDED = (JobEndReason.FIRST_NODE_LOST, JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)
-_ATTEMPTS_PER_NODE = 2  # in a row on which a node's ranks fail first, before the job leaves it
+_ATTEMPTS_PER_NODE = 2  # a node is excluded if its ranks fail first in this many attempts in a row
 
 
 def end_of_start(ledger: Sequence[Event], job: str, restart: int) -> JobEnded | None:
-    """Return how this very start of the job ended, if a supervisor wrote that before it was killed.
-    One that the controller forgot was another start, which may have had the same number."""
+    """Return the end of this start of the job, if a supervisor recorded it before it was killed.
+
+    A start that the controller forgot was another one, even if it had the same number.
+    """
     last = last_event([end for end in find_events(ledger, JobEnded) if end.job == job], JobEnded)
     is_own = last and last.restart == restart and last.reason is not JobEndReason.FORGOTTEN
     return last if is_own else None
 
 
 def open_start(ledger: Sequence[Event], job: str) -> JobStarted | None:
-    """Return the last start of this job, if nothing was written about its end."""
+    """Return the last start of this job, if the ledger has no end of it."""
     last = last_event([e for e in ledger if getattr(e, "job", "") == job], JobStarted, JobEnded)
     return last if isinstance(last, JobStarted) else None
 
 
 def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
-    """Return other jobs that started before this one and have no recorded end, latest first."""
+    """Return the jobs that started before this one and have no end in the ledger, latest first."""
     open_jobs: dict[str, None] = {}
     for event in ledger:
         if isinstance(event, JobStarted):
@@ -57,12 +59,13 @@ def other_jobs(ledger: Sequence[Event], job: str) -> list[str]:
 def refusal_of_futile_starts(
     ledger: Sequence[Event], job: str, most: int, time_limit: str, usual_limit: str = ""
 ) -> str:
-    """Return why this job must not start again: its last `most` starts in a row were ended by the
-    time limit, and each took longer to start than it trained for a checkpoint; empty if it may.
+    """Return why this job must not start again; '' if it may.
 
-    `usual_limit`: the cluster file's, where this job's was shortened.
+    It must not if its last `most` starts were all ended by the time limit, and each took longer to
+    start than it trained for a checkpoint. `usual_limit`: the cluster file's time limit, if this
+    job's was shortened.
     """
-    starts: list[tuple[float, float]] = []  # seconds until training began, and in saved training
+    starts: list[tuple[float, float]] = []  # (seconds until training, seconds of saved training)
     start: JobStarted | None = None
     began: TrainingBegan | None = None
     for event in ledger:
@@ -83,7 +86,7 @@ def refusal_of_futile_starts(
     starting, training = (duration(statistics.mean(times)) for times in zip(*last, strict=True))
     advice = "raise time_limit in the cluster file, then 'launcher submit'"
     if usual_limit:
-        advice = f"somebody shortened it for this job, the cluster file has {usual_limit}: "
+        advice = f"it was shortened for this job, the cluster file has {usual_limit}: "
         advice += "'launcher resume' submits another job"
     return (
         f"{most} starts in a row took {starting} to start and trained for {training} before the "
@@ -92,8 +95,9 @@ def refusal_of_futile_starts(
 
 
 def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
-    """Return how many of the last attempts in a row, in all former starts of this job, brought no
-    newer checkpoint. Attempts lost with their supervisor count, not those that were asked to stop.
+    """Return how many attempts in a row, over all starts of this job, made no newer checkpoint.
+
+    Attempts that were lost with their supervisor count; those that were asked to stop do not.
     """
     count = 0
     for event in ledger:
@@ -111,7 +115,9 @@ def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
 
 def starts_without_progress(ledger: Sequence[Event], job: str) -> int:
     """Return how many starts of this job in a row the site has ended without a newer checkpoint.
-    One that left some of its nodes, not all, does not count: the next one has others."""
+
+    One that excluded some of its nodes, not all, does not count: the next start has other nodes.
+    """
     count = saved = num_nodes = 0
     for event in ledger:
         if not isinstance(event, (JobStarted, JobEnded)) or event.job != job:
@@ -127,10 +133,10 @@ def starts_without_progress(ledger: Sequence[Event], job: str) -> int:
 
 
 def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], str]) -> str | None:
-    """Return the node whose ranks failed first in the last two attempts of this start of the job,
-    both without progress; one attempt is enough if the rank said that its node is unusable.
+    """Return the node to exclude: its ranks failed first in the last two attempts of this start,
+    both without progress. One attempt is enough if the rank reported an unusable node.
 
-    The map `node_of` from a rank to its node holds since the last start or replacement.
+    `node_of` returns the node of a rank; it is valid since the last start or replacement.
     """
     attempts: list[AttemptEnded] = []
     for event in ledger:

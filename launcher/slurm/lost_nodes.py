@@ -1,5 +1,5 @@
-"""Which nodes of a job train, and what follows where it loses some: spare ones replace them, a
-guard requeues the job if its first node is lost, empty steps keep old signals from new steps."""
+"""The nodes of a job, and what follows when some are lost: spare ones replace them, a guard
+requeues the job if its first node is lost, and empty steps use up old step numbers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 10.0
-_OLD_STEPS = 24  # of a start: a probe, the ranks and perhaps a guard for each of its attempts
-_EMPTY_STEPS_SECONDS = 60.0  # that all of them may take
+_OLD_STEPS = 24  # more than a start has: a probe, the ranks and perhaps a guard for each attempt
+_EMPTY_STEPS_SECONDS = 60.0  # that all empty steps together may take
 _NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # between two probes
-_PATIENCE_BEFORE_TRAINING = 300.0  # a run that has never trained may lack a shared disk
+_LONGEST_WAIT_UNTRAINED = 300.0  # shorter, as nodes of a new run may share no disk at all
 _REASONS = {BLIND: ReplacedBecause.RUN_DIRECTORY_UNSEEN, SILENT: ReplacedBecause.NOT_RESPONDING}
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class JobNodes:
     spare: tuple[str, ...] = ()
 
     def without(self, node: str) -> JobNodes | None:
-        """Return the nodes without this one, with a spare one in its place; None without any."""
+        """Return the nodes without this one, a spare one in its place; None if no spare is left."""
         if node not in self.training:
             return JobNodes(self.training, tuple(name for name in self.spare if name != node))
         if not self.spare:
@@ -71,8 +71,8 @@ class JobNodes:
 
 
 class NodePool:
-    """The nodes of this start of the job: which train, and which spare ones replace others.
-    `excludable` picks the nodes that the job could start without."""
+    """The nodes of this start of the job that train, and spare ones that replace them.
+    `excludable` returns which of some nodes the job can exclude."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class NodePool:
     ) -> None:
         self._job, self._run_dir, self._excludable = job, run_dir, excludable
         self._slurm = slurm
-        self._outlives_nodes = num_spare > 0  # else Slurm ends the job with any of its nodes
+        self._outlives_nodes = num_spare > 0  # without spare ones Slurm ends the job with any node
         snapshot = Snapshot(run_dir.path)
         self._cluster = load_cluster(snapshot.cluster)
         config = load_config(RunConfig, snapshot.experiment)
@@ -96,13 +96,15 @@ class NodePool:
         self._probe, self._clock = probe, clock
 
     def next_step(self, meanwhile: Callable[[], None]) -> Step:
-        """Return the step of the next attempt, on nodes that can run ranks now: waits for others,
-        and calls `meanwhile` often. StartAgain if the job lacks a node for longer than the run
-        tries; ConfigError if no other job would have what is missing."""
+        """Wait until all nodes can run ranks; return the step of the next attempt.
+
+        Calls `meanwhile` often. Raises StartAgain if a node is not ready for as long as the run
+        waits for storage, and ConfigError if nodes of another job would not be ready, either.
+        """
         if self._outlives_nodes:
             self._replace_failed()
         ledger, node_of = self._run_dir.ledger.read(), self._step.node_of
-        if node := node_to_exclude(ledger, self._job.id, node_of):  # its ranks fail first
+        if node := node_to_exclude(ledger, self._job.id, node_of):
             self._replace(node, ReplacedBecause.RANKS_FAILED)
         since, pause, before = self._clock.now(), _FIRST_PAUSE, Probe({})
         while (probe := self._probe(self._step, self._run_dir.path, meanwhile)).problems:
@@ -126,16 +128,16 @@ class NodePool:
         return self._step
 
     def _replace_unready(self, probe: Probe) -> bool:
-        """Use spare nodes for nodes that are not ready; return whether there were any."""
+        """Replace nodes that are not ready by spare ones; return whether anything changed."""
         before = self.nodes
         for node, problem in probe.problems.items():
-            reasons = (reason for words, reason in _REASONS.items() if problem.startswith(words))
+            reasons = (reason for text, reason in _REASONS.items() if problem.startswith(text))
             self._replace(node, next(reasons, ReplacedBecause.UNREADY))
         return self.nodes != before
 
     def _leave_unready(self, event: NodesUnready, is_again: bool, waited: float) -> None:
-        """Raise StartAgain or ConfigError if waiting any longer is in vain."""
-        problems, words = event.problems, event.cause
+        """Raise StartAgain or ConfigError if there is no point in waiting any longer."""
+        problems, cause = event.problems, event.cause
         has_trained = last_event(self._run_dir.ledger.read(), TrainingBegan) is not None
         lacks_program = set(problems.values()) == {PROGRAM}
         are_all = len(problems) == self._step.num_nodes
@@ -145,15 +147,16 @@ class NodePool:
                 f"'launcher logs {self._run_dir.path} --errors' says why"
             )
         retry = self._run_dir.retry.seconds
-        retry = retry if has_trained else min(retry, _PATIENCE_BEFORE_TRAINING)
-        is_settled = lacks_program and is_again and not are_all
-        if waited < retry and not is_settled:
+        retry = retry if has_trained else min(retry, _LONGEST_WAIT_UNTRAINED)
+        # The program is there on other nodes and still not on these: waiting will not change that.
+        is_lasting = lacks_program and is_again and not are_all
+        if waited < retry and not is_lasting:
             return
         excludable = self._excludable(list(problems))
         if len(problems) == len(excludable) or waited >= retry:
             if not (excludable or has_trained):
-                raise ConfigError(f"{words}; all nodes have to share the disk and the environment")
-            raise StartAgain(JobEndReason.NOT_STARTED, words, excludable)
+                raise ConfigError(f"{cause}; all nodes have to share the disk and the environment")
+            raise StartAgain(JobEndReason.NOT_STARTED, cause, excludable)
 
     @property
     def _step(self) -> Step:
@@ -161,16 +164,16 @@ class NodePool:
         return Step(nodes=self.nodes.training, ranks=ranks, cluster=self._cluster)
 
     def _replace_failed(self) -> None:
-        """Use spare nodes for nodes that Slurm has taken from the job, or out of service."""
+        """Replace nodes that Slurm has taken from the job or out of service."""
         fields = self._slurm.answered(self._slurm.details, self._job.id)
         left = node_names(fields.get("NodeList", "")) or self._job.nodes
-        # First the spare: they are to replace.
+        # Spare nodes first, so that no lost one becomes a replacement.
         for node in [*self.nodes.spare, *self.nodes.training]:
             if node not in left:
                 self._replace(node, ReplacedBecause.NODE_FAILED)
         known = [*self.nodes.spare, *self.nodes.training]
         states = self._slurm.answered(self._slurm.node_states, known)
-        for node in known:  # without a spare one it may come back, or Slurm takes it
+        for node in known:
             if is_taken_out(states.get(node, "")):
                 self._replace(node, ReplacedBecause.NOT_RESPONDING)
 
@@ -196,12 +199,12 @@ class NodePool:
 def first_nodes(
     config: RunConfig, ranks_per_node: int, names: tuple[str, ...], num_spare: int
 ) -> JobNodes:
-    """Return the nodes at first: those that train share the lanes evenly, the others are spare."""
+    """Return the nodes of a start: the training ones share the lanes evenly, others are spare."""
     most = len(names) - num_spare
     count = usable_nodes(config, ranks_per_node, most)
     if not count:
         for phase in runs_of_phases(config):
-            accumulation_steps(phase, most * ranks_per_node)  # says what does not divide
+            accumulation_steps(phase, most * ranks_per_node)  # raises: names what does not divide
     if count < most:
         _log.warning(
             "using %d of %d nodes so that data.lanes=%d divides", count, most, config.data.lanes
@@ -215,8 +218,8 @@ def is_taken_out(state: str) -> bool:
 
 
 def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
-    """Return the nodes that spare ones replaced in this start of the job, in order, perhaps under
-    a supervisor that was killed."""
+    """Return the nodes that spare ones replaced in this start of the job, in order, also under a
+    supervisor of the start that was killed."""
     nodes: list[str] = []
     restart = None
     for event in ledger:
@@ -228,11 +231,11 @@ def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
 
 
 class FirstNodeGuard:
-    """A process on the last node that requeues the job if its first node is lost. It ends with the
-    job's start or with the supervisor, and begins anew with an attempt. A context manager.
+    """A process on the job's last node that requeues the job if its first node is lost.
 
-    A job with spare nodes outlives its nodes (`--no-kill`), also the one with its batch script:
-    Slurm 22.05 then lets it hold the others until its time limit, with nothing running.
+    A job with spare nodes outlives any of its nodes (`--no-kill`), also the one that runs the batch
+    script. Slurm 22.05 then keeps the others allocated until the time limit, with nothing running.
+    The process ends with the job's start or the supervisor. A context manager.
     """
 
     def __init__(self, job: ThisJob) -> None:
@@ -243,14 +246,14 @@ class FirstNodeGuard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Silently: if this node was cut off, the job has restarted elsewhere, with a step of the
-        # same number.
+        # Without a signal to its step, which has a number: if this node was cut off, the job has
+        # restarted elsewhere, and a step there may have the same number.
         if self._srun is not None and self._srun.poll() is None:
             kill_silently(self._srun.pid)
             self._srun.wait()
 
     def ensure_running(self, nodes: Sequence[str]) -> None:
-        """Start the process on the last of these nodes unless it runs."""
+        """Start the process on the last of these nodes, unless it is running."""
         others = [node for node in nodes if node != self._job.nodes[0]]
         if not others or (self._srun is not None and self._srun.poll() is None):
             return
@@ -268,12 +271,11 @@ class FirstNodeGuard:
 def use_up_old_numbers(
     ledger: Sequence[Event], job: ThisJob, meanwhile: Callable[[], None]
 ) -> None:
-    """Run empty steps before the first one of a start if the job has lost a node before; what
-    `meanwhile` raises ends them.
+    """Run empty steps first if an earlier start of the job has lost a node.
 
-    A requeued job counts its steps from 0 again. Up to a minute after a lost node is back, Slurm
-    may deliver a signal that ends an old step, and so the new step of the same number. No option of
-    srun chooses a number.
+    A requeued job numbers its steps from 0 again. Up to a minute after a lost node is back, Slurm
+    may deliver a signal for an old step, which would end the new step of the same number. srun has
+    no option to choose a number. What `meanwhile` raises ends the empty steps.
     """
     if not any(_loses_a_node(event) for event in ledger if getattr(event, "job", "") == job.id):
         return
@@ -286,7 +288,7 @@ def use_up_old_numbers(
             meanwhile()
             time.sleep(0.1)
     finally:
-        for step in steps:  # one that fails has used a number, too
+        for step in steps:  # a step that fails has used up its number, too
             step.kill()
             step.wait()
 
@@ -307,7 +309,7 @@ def main() -> int:
                 return 0
             first, nodes = fields.get("BatchHost"), node_names(fields["NodeList"])
             if fields.get("JobState") == "RUNNING" and first and first not in nodes:
-                slurm.requeue(job, int(restart))  # Slurm has taken the batch script's node from it
+                slurm.requeue(job, int(restart))  # the job has lost the node of its batch script
                 return 0
         except SlurmUnreachable:
             continue

@@ -1,7 +1,7 @@
-"""The batch script of a run or a sweep, and the snapshot of code and settings that it runs, so that
-later edits do not change a job that waits. Before, checks that a run and a cluster fit each other.
+"""The batch script of a run or a sweep, its snapshot of code and settings, and checks before that.
 
-The script is pure text, readable, and can be submitted by hand with `sbatch`.
+Later edits of code or settings do not change a job that waits, because it runs the snapshot. The
+script can be submitted by hand with `sbatch`.
 
 RUN/slurm/{job.sbatch, experiment.yaml, cluster.yaml, code/, code.commit, code.diff}
 """
@@ -49,7 +49,7 @@ _PACKAGES = ("foundation", "data_pipeline", "launcher", "pretrain")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is submitted."""
+    """The job of a run or a sweep, before it is submitted."""
 
     name: str  # for people
     run_dir: Path
@@ -61,11 +61,11 @@ class Job:
 
 
 def quote(value: object) -> str:
-    """Return the text that bash and `#SBATCH` lines read as this value: its only way into a script.
+    """Return the text that bash and `#SBATCH` lines read as this value.
 
-    In double quotes both take a backslash away from the character behind it; shlex.quote's single
-    quotes do not keep backslashes in `#SBATCH` lines. ConfigError for control characters: a line
-    break would start a line of its own.
+    All values in a script have to go through this function. It uses double quotes and backslashes:
+    in single quotes, as of shlex.quote, `#SBATCH` lines lose backslashes. Raises ConfigError for
+    control characters, since a line break would start another line of the script.
     """
     text = str(value)
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -106,7 +106,7 @@ def environment_lines(cluster: ClusterConfig) -> list[str]:
 
 
 def render(job: Job) -> str:
-    """Return the script. The job writes its log, and everything else, into the run directory."""
+    """Return the script. The job writes all its files, the log too, into the run directory."""
     head = (
         "# Written by 'launcher submit'. By hand: sbatch THIS_FILE; "
         "the run resumes from its latest checkpoint."
@@ -116,7 +116,7 @@ def render(job: Job) -> str:
 
 
 def is_script_of(script: str, run_dir: Path) -> bool:
-    """Return whether `render` made the script for this directory: a moved one has another's."""
+    """Return whether `render` made the script for this directory: a run may have been moved."""
     output = quote(_log_pattern(run_dir, "slurm-%j.log"))
     return f"#SBATCH --output={output}" in script.splitlines()
 
@@ -124,8 +124,11 @@ def is_script_of(script: str, run_dir: Path) -> bool:
 def render_array(
     job: Job, runs: Sequence[Path], at_a_time: int | None, after: str | None = None
 ) -> str:
-    """Return the script of an array job whose task i runs the run directory runs[i], which gets a
-    link to the task's log in `job.run_dir`. The array starts when the job `after` has ended."""
+    """Return the script of an array job whose task i trains in the run directory runs[i].
+
+    Each run directory gets a link to its task's log in `job.run_dir`. The array starts when the job
+    `after` has ended.
+    """
     limit, logs = f"%{at_a_time}" if at_a_time else "", job.run_dir / "logs"
     options = {
         "array": f"0-{len(runs) - 1}{limit}",
@@ -146,7 +149,7 @@ def render_array(
 
 
 def _log_pattern(run_dir: Path, name: str) -> str:
-    """Return the path of a log: its name has Slurm's %j and the like, its directory has none."""
+    """Return the pattern of a log's path. In its directory % is escaped; `name` may use %j."""
     if "\\" in str(run_dir):
         raise ConfigError(
             f"found a backslash in {run_dir}, which Slurm does not keep in a log's path; "
@@ -182,7 +185,7 @@ def _script(
             )
     flags = [] if "no-requeue" in cluster.options else ["--requeue"]
     spare = ""
-    if job.nodes.spare:  # the job outlives a node, and its supervisor replaces it
+    if job.nodes.spare:  # Slurm keeps a job that loses a node, and the supervisor replaces the node
         flags.append("--no-kill")
         spare = f" --spare-nodes={job.nodes.spare}"
     flags += option_flags({name: value for name, value in derived.items() if value}, quote)
@@ -204,8 +207,11 @@ def _script(
 
 
 def _resources_of_a_node(job: Job) -> dict[str, object]:
-    """Return tasks and CPUs; for a range of nodes only CPUs: a requeued job keeps the task number
-    of its first start, and so the number of nodes, but every start is to take what is free."""
+    """Return the options for tasks and CPUs of a node; for a range of nodes only CPUs.
+
+    A requeued job keeps the number of tasks of its first start. With that, it could not start on
+    fewer or more nodes than then.
+    """
     ranks, cpus = job.cluster.tasks_per_node, job.cluster.cpus_per_rank
     if job.nodes.least == job.nodes.most:
         return {"ntasks-per-node": ranks, "cpus-per-task": cpus}
@@ -223,7 +229,7 @@ class Snapshot:
         self.code = self.path / "code"
 
     def take_settings(self, config: RunConfig, cluster: ClusterConfig) -> None:
-        """Save experiment and cluster settings: all that differs between the cells of a sweep."""
+        """Save experiment and cluster settings, the only files that differ between cells."""
         self._make()
         _write(self.experiment, dump_yaml(to_tree(config)))
         _write(self.cluster, dump_yaml(to_tree(cluster)))
@@ -235,9 +241,12 @@ class Snapshot:
         for package in _PACKAGES:
             shutil.copytree(_SOURCE / package, self.code / package)
         make_startable(self.code)
-        # Python keeps the half of a file of bytecode that a full disk took: let a job write none.
+        # Compile now, so that jobs write no bytecode: on a full disk Python would keep half a file.
         compileall.compile_dir(self.code, quiet=2)
-        for path in (self.code, *self.code.rglob("*")):  # the source may be writable by a group
+        for path in (
+            self.code,
+            *self.code.rglob("*"),
+        ):  # a group may be allowed to write the source
             path.chmod(path.stat().st_mode & 0o700)
         sync_tree(self.code)
         for name, command in {
@@ -248,7 +257,7 @@ class Snapshot:
         _write(self.script, script)
 
     def _make(self) -> None:
-        """Only its user may read settings and environment of a run, or change what a job runs."""
+        """Make the directory. Only its owner may read a run's environment or change its code."""
         make_run_directory(self.path.parent)
         make_directory(self.path, 0o700)
         self.path.chmod(0o700)
@@ -256,10 +265,11 @@ class Snapshot:
 
 @contextlib.contextmanager
 def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
-    """Yield the snapshot to take in the block. If Slurm refuses the job, all is as it was before;
-    after any other failure the new snapshot stays: the job may exist, although its id was lost.
+    """Yield the run's snapshot, to be taken in the block.
 
-    ConfigError if others can write the run directory, and so exchange what the job executes.
+    If Slurm refuses the job (ConfigError), restore the previous state. After any other failure the
+    new snapshot stays, because the job may exist although its id was lost. Raises ConfigError if
+    others can write the run directory, and so change what the job executes.
     """
     snapshot, before = Snapshot(run_dir.path), run_dir.path / ".slurm.tmp"
     made = [path for path in (run_dir.path, run_dir.logs) if not path.exists()]
@@ -277,14 +287,14 @@ def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
         if before.exists():
             move(before, snapshot.path)
         for path in reversed(made):
-            with contextlib.suppress(OSError):  # something else is in there
+            with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
         raise
     shutil.rmtree(before, ignore_errors=True)
 
 
 def own_work_dirs(path: Path, ledger: Sequence[Event]) -> list[str]:
-    """Return where jobs of this run work; a script submitted by hand is in no ledger."""
+    """Return where jobs of this run work, also those that were submitted by hand (no ledger)."""
     return [str(Snapshot(path.resolve()).code), *work_dirs(ledger)]
 
 
@@ -293,7 +303,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _git(*command: str) -> str:
-    """Return git's output for the source; '' if it is not a work tree, as after installation."""
+    """Return git's output for the source; '' if that is installed and no git work tree."""
     try:
         result = subprocess.run(
             ["git", "-C", str(_SOURCE), *command], capture_output=True, text=True
@@ -311,10 +321,10 @@ def check_run(
     *,
     is_dry_run: bool = False,
 ) -> list[str]:
-    """Return warnings, a line each; ConfigError if the run cannot work there.
+    """Return warnings, a line each; raise ConfigError if the run cannot work on this cluster.
 
-    `config` has its vocabulary size. A dry run's host may have other disks than the cluster:
-    there, a full disk is a warning.
+    `config` has its vocabulary size. In a dry run a full disk is only a warning, because this host
+    may have other disks than the cluster.
     """
     ranks = nodes.least * cluster.tasks_per_node
     accumulation_steps(config, ranks)
@@ -345,8 +355,10 @@ def check_run(
 def check_request(
     cluster: ClusterConfig, nodes: NodeRange, partitions: Sequence[Partition]
 ) -> None:
-    """Raise ConfigError if a partition is unknown, no named one can ever run the job, or a variable
-    that the job takes from here is not set. Where no partition is known, sbatch decides."""
+    """Raise ConfigError if the cluster can never run the job, or a variable for it is not set here.
+
+    Without a list of partitions, sbatch decides.
+    """
     check_references(cluster)
     if not partitions:
         return
@@ -356,8 +368,8 @@ def check_request(
         raise ConfigError(
             f"partition {unknown[0]!r} is unknown here; this cluster has {', '.join(names)}"
         )
-    # sbatch may have a default that sinfo does not show
-    chosen = [names[name] for name in wanted] or [one for one in partitions if one.is_default]
+    # Empty without a default in sinfo: sbatch may have one that sinfo does not show.
+    chosen = [names[name] for name in wanted] or [p for p in partitions if p.is_default]
     problems = [_never_fits(cluster, nodes, partition) for partition in chosen]
     if problems and all(problems):
         raise ConfigError(problems[0])
@@ -394,7 +406,7 @@ def _never_fits(cluster: ClusterConfig, nodes: NodeRange, partition: Partition) 
 
 
 def usable_nodes(config: RunConfig, ranks_per_node: int, nodes: int) -> int:
-    """Return the largest number of nodes, up to `nodes`, whose ranks share the lanes, or 0."""
+    """Return the most nodes, up to `nodes`, whose ranks share the lanes evenly, or 0."""
     for count in range(nodes, 0, -1):
         try:
             for phase in runs_of_phases(config):
@@ -417,9 +429,9 @@ def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None
 
 
 def missing_notes(config: RunConfig) -> list[str]:
-    """Return a line for every local path that the run reads and that is not there on this host.
+    """Return a warning for every local path that the run reads and this host lacks.
 
-    No error: nodes may have disks that this host lacks, or another job may build the corpus first.
+    It is no error: nodes may have other disks, or another job may build the corpus before.
     """
     train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
     data, corpus = config.data, "finished corpus"

@@ -1,5 +1,5 @@
-"""The ranks of one attempt as a step of the surrounding Slurm job, one task per rank; and the step
-before it, a probe of its nodes."""
+"""Steps of the surrounding Slurm job: a probe of the nodes, then the ranks of an attempt, one task
+per rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pretrain.rundir.exit_statuses import EXIT_STOPPED, EXPLAINED, NEVER_STARTED
 from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import RunDir
 
-# srun forwards this to every rank. (srun itself ends on SIGTERM.)
+# srun forwards this signal to every rank. SIGTERM would end srun itself.
 SAVE_AND_STOP = signal.SIGUSR2
 _POLL_SECONDS = 0.2
 _END_SECONDS = 60.0
@@ -39,28 +39,29 @@ _LONGEST_STATUS = 32  # characters in a rank's status file
 _PROBE_SECONDS = 60.0
 _NUM_ERRORS = 5
 _LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
-_NAMED_FIRST = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
-# What srun says first if it is to end the step, and if a task has ended.
+_FIRST_NAMED = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
+# srun's first line if it was told to end the step (group 1), or if a task has ended.
 _FIRST_END = re.compile(
     r"^srun: (?:(forcing job termination|Job step aborted)|error: \S+: tasks? )", re.MULTILINE
 )
 _FAILED_NODE = re.compile(r"(?:Node failure on|Task launch for \S+ failed on node) ([^\s:]+)")
-# How long srun may run on when all ranks have ended, and when one has failed: then srun kills the
-# others, which takes Slurm's KillWait (30 s).
+# How long srun may still run after the end of all ranks, and after a rank's failure, when it kills
+# the others, which takes Slurm's KillWait (30 s).
 _SECONDS_AFTER_ALL = 30.0
 _SECONDS_AFTER_FAILURE = 300.0
-_LOOK_SECONDS = 2.0
-_ASK = """say() { echo "xl|$SLURMD_NODENAME|$1|lx"; }
+_LISTING_SECONDS = 2.0  # between two listings of the ranks' status files
+# The probe on a node: prints how far it comes, with our marks around it.
+_PROBE_SCRIPT = """say() { echo "xl|$SLURMD_NODENAME|$1|lx"; }
 say begun; test -d "$0" || exit 1
 say sees; "$@"
 """
 _ANSWER = re.compile(r"^xl\|([^|]+)\|(begun|sees|starts)\|lx$", re.MULTILINE)
 BLIND = "does not see the run directory"
-PROGRAM = "does not start the ranks' program"  # why a node is not ready, as a person reads it
+PROGRAM = "does not start the ranks' program"
 SILENT = "does not respond"
 _PROBLEMS = {"": SILENT, "begun": BLIND, "sees": PROGRAM}
-STARTS = "starts"  # the last word of the program on a node
-# srun's words for what only another start of the job brings back.
+STARTS = "starts"  # what the probe's program prints when it works
+# srun's messages for failures that only another start of the job can end.
 NEEDS_NEW_START = re.compile("Step limit reached|node configuration is not available")
 _CONTAINER_SECONDS = 600.0  # a node may have to fetch the image
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What srun is asked for."""
+    """The nodes and ranks of an srun step."""
 
     nodes: tuple[str, ...]  # in rank order
     ranks: int
@@ -83,11 +84,11 @@ class Step:
         return self.ranks // self.num_nodes
 
     def node_of(self, rank: int) -> str:
-        """Where a rank runs: by --distribution=block:block, srun fills one node after another."""
+        """Return a rank's node. With --distribution=block:block srun fills node after node."""
         return self.nodes[rank // self.tasks_per_node]
 
     def first_rank_of(self, nodes: Sequence[str]) -> int | None:
-        """The first rank on the first of these nodes that the step has; None if it has none."""
+        """Return the first rank on the first of these nodes; None if the step has no such node."""
         places = [self.nodes.index(node) for node in nodes if node in self.nodes]
         return places[0] * self.tasks_per_node if places else None
 
@@ -95,15 +96,15 @@ class Step:
 def srun_command(
     step: Step, task: Sequence[str], mounts: Sequence[Path], workdir: Path
 ) -> list[str]:
-    """Return the srun command line. A task that fails ends the others, but one that ends well does
-    not: they may still be saving (--wait=0)."""
+    """Return the srun command line. A task that fails ends the others. One that ends well does not
+    (--wait=0), because the others may still be saving."""
     cluster = step.cluster
     command = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.ranks}"]
     command += [f"--ntasks-per-node={step.tasks_per_node}"]
     command += [f"--cpus-per-task={cluster.cpus_per_rank}", f"--nodelist={','.join(step.nodes)}"]
     command += ["--kill-on-bad-exit=1", "--wait=0", "--label"]
-    # --overlap: there is one attempt at a time. A step that Slurm believes to run, because the
-    # slurmstepd that would end it was killed, must not keep the next one waiting.
+    # --overlap: if a slurmstepd was killed, Slurm may believe that its step still runs. The next
+    # attempt must not wait for that step; there is only one attempt at a time anyway.
     command += ["--distribution=block:block", "--export=ALL", "--overlap"]
     flags, line = in_container(cluster, task, mounts, workdir)
     return [*command, *flags, *option_flags(cluster.srun_options), *line]
@@ -118,8 +119,8 @@ def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[st
 def in_container(
     cluster: ClusterConfig, task: Sequence[str], mounts: Sequence[Path], workdir: Path
 ) -> tuple[list[str], list[str]]:
-    """Return srun's flags and the command that run Python with the arguments `task`: in the
-    cluster's container if it has one, else by this host's Python."""
+    """Return srun's flags and the command that run Python with the arguments `task`, in the
+    cluster's container if it has one."""
     if not cluster.container_image:
         return [], [sys.executable, *task]
     command = ["python3", *task]
@@ -139,7 +140,7 @@ def in_container(
 
 
 class SlurmRanks:
-    """The ranks of one attempt, already started, which own the run by the token of its fence."""
+    """The ranks of one attempt, already started. They write to the run under the fence `token`."""
 
     def __init__(self, step: Step, run_dir: RunDir, attempt: int, token: str) -> None:
         self._step = step
@@ -176,7 +177,7 @@ class SlurmRanks:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # If this supervisor is killed, the ranks save and stop: srun passes it on to them.
+                # If this supervisor is killed, srun gets the signal and passes it on to the ranks.
                 preexec_fn=lambda: set_parent_death_signal(parent, SAVE_AND_STOP),
             )
 
@@ -187,34 +188,35 @@ class SlurmRanks:
             try:
                 meanwhile()
             except UserError:
-                # StaleAttempt: if this node was cut off, Slurm has restarted the job elsewhere. An
-                # srun that is left over here signals its step by number, and the next start's steps
-                # have the same numbers.
+                # For example StaleAttempt: this node was cut off, and Slurm has restarted the job
+                # elsewhere. An srun that ends here would signal its step by number, and steps of
+                # the new start have the same numbers.
                 kill_silently(self._srun.pid)
                 raise
-            if ends.have_been_for_long():
+            if ends.are_overdue():
                 _log.warning("srun still waits although its ranks have ended: ending it")
                 self._was_ended_here = True
-                self._srun.terminate()  # it waits for its step as long as Slurm's KillWait
+                self._srun.terminate()  # srun first waits for its step, up to Slurm's KillWait
                 try:
                     self._srun.wait(_END_SECONDS)
                 except subprocess.TimeoutExpired:
                     self._srun.kill()
             time.sleep(_POLL_SECONDS)
-        ends.look()
+        ends.read_listed()
         ends.read_rest()
-        log = self._said()
+        log = self._srun_output()
         self.needs_new_start = NEEDS_NEW_START.search(log) is not None
-        # Where a node failed, srun kills the ranks of the others, and names those alone.
+        # If a node failed, srun kills the ranks on other nodes and names only those. So the
+        # first failure is a rank of the failed node.
         lost = self._step.first_rank_of(failed_nodes(log))
-        are_innocent = lost is None and not any(end.is_failure for end in ends.found.values())
-        self.was_stopped = are_innocent and not self._was_ended_here and ended_from_outside(log)
-        of_ranks = first_failure(ends.found, len(self.logs), log)
+        has_failure = lost is not None or any(end.is_failure for end in ends.by_rank.values())
+        self.was_stopped = not has_failure and not self._was_ended_here and ended_from_outside(log)
+        of_ranks = first_failure(ends.by_rank, len(self.logs), log)
         self.first_failure = of_ranks if lost is None else lost
         return ends.statuses()
 
-    def _said(self) -> str:
-        """Return what srun has written; empty if the logs were removed: no decision needs them."""
+    def _srun_output(self) -> str:
+        """Return what srun has written; '' if the logs were removed, as no decision needs them."""
         with contextlib.suppress(OSError):
             return end_of(self._log, LARGEST_LINE_BYTES)
         return ""
@@ -228,7 +230,7 @@ class SlurmRanks:
 
     def describe_failure(self, statuses: Sequence[int]) -> str:
         if all(status == NEVER_STARTED for status in statuses):
-            errors = list(error_lines(self._said().splitlines()))
+            errors = list(error_lines(self._srun_output().splitlines()))
             tail = "\n".join(f"  | {line}" for line in errors[:_NUM_ERRORS])
             return f"no rank started; the first errors in {self._log}:\n{tail}"
         return describe_failure(statuses, self.logs, first_failure=self.first_failure)
@@ -236,7 +238,7 @@ class SlurmRanks:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """What a task wrote about its rank, and when."""
+    """The exit status that a task wrote about its rank, and when."""
 
     status: int
     time: float
@@ -247,58 +249,57 @@ class RankEnd:
 
 
 class RankEnds:
-    """The ends that ranks have written, each read once, while the others still run; `logs` are in
-    rank order, all in one directory."""
+    """The ends of ranks, read from the tasks' status files beside `logs`, each file once."""
 
     def __init__(self, logs: Sequence[Path]) -> None:
-        self.found: dict[int, RankEnd] = {}
+        self.by_rank: dict[int, RankEnd] = {}
         self._logs = logs
-        self._changed = self._looked = time.monotonic()
+        self._changed = self._listed = time.monotonic()
 
-    def have_been_for_long(self) -> bool:
-        """Return whether srun waits in vain, as for a slurmstepd that was killed; call it often."""
-        now, known = time.monotonic(), len(self.found)
-        if now - self._looked < _LOOK_SECONDS:
+    def are_overdue(self) -> bool:
+        """Return whether srun has lost a task, as by a killed slurmstepd. To be called often."""
+        now, known = time.monotonic(), len(self.by_rank)
+        if now - self._listed < _LISTING_SECONDS:
             return False
-        self._looked = now
-        self.look()
-        if len(self.found) != known:
+        self._listed = now
+        self.read_listed()
+        if len(self.by_rank) != known:
             self._changed = now
-        return now - self._changed > seconds_left_to_srun(self.found, len(self._logs))
+        return now - self._changed > seconds_left_to_srun(self.by_rank, len(self._logs))
 
-    def look(self) -> None:
-        """Read those that are new, which a listing of the directory names."""
-        with contextlib.suppress(OSError):  # storage that is away tells of no new end
+    def read_listed(self) -> None:
+        """Read new status files: one listing of the directory shows which there are."""
+        with contextlib.suppress(OSError):  # storage is away
             names = set(os.listdir(self._logs[0].parent))
             self._read(
                 rank for rank in self._missing if _status_file(self._logs[rank]).name in names
             )
 
     def read_rest(self) -> None:
-        """Read those that a network file system may not list yet, too."""
+        """Try all other status files, too: a network file system may not list a new one yet."""
         self._read(self._missing)
 
     def statuses(self) -> list[int]:
-        """Return exit statuses in rank order; a rank without a log never started, unless all logs
-        are gone."""
+        """Return exit statuses in rank order. A rank without status and log never started; if even
+        srun's log is gone, logs were removed and prove nothing."""
         missing = self._missing
         has_log = [True] * len(missing)
         with contextlib.suppress(OSError):
             if (self._logs[0].parent / SRUN_LOG).exists():
                 has_log = read_together(Path.exists, [self._logs[rank] for rank in missing])
-        statuses = {rank: end.status for rank, end in self.found.items()}
+        statuses = {rank: end.status for rank, end in self.by_rank.items()}
         for rank, started in zip(missing, has_log, strict=True):
             statuses[rank] = _LOST if started else NEVER_STARTED
         return [statuses[rank] for rank in range(len(self._logs))]
 
     @property
     def _missing(self) -> list[int]:
-        return [rank for rank in range(len(self._logs)) if rank not in self.found]
+        return [rank for rank in range(len(self._logs)) if rank not in self.by_rank]
 
     def _read(self, ranks: Iterable[int]) -> None:
         ranks = list(ranks)
         ends = read_together(_end_in, [_status_file(self._logs[rank]) for rank in ranks])
-        self.found |= {rank: end for rank, end in zip(ranks, ends, strict=True) if end}
+        self.by_rank |= {rank: end for rank, end in zip(ranks, ends, strict=True) if end}
 
 
 def _status_file(log: Path) -> Path:
@@ -308,34 +309,37 @@ def _status_file(log: Path) -> Path:
 def _end_in(file: Path) -> RankEnd | None:
     try:
         with open(file) as opened:
-            # The file system's time: clocks of nodes differ.
+            # The file server's time of the write, because clocks of nodes differ.
             return RankEnd(int(opened.read(_LONGEST_STATUS)), os.fstat(opened.fileno()).st_mtime)
     except (OSError, ValueError):  # not there, or storage is away
         return None
 
 
 def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) -> int | None:
-    """Return the rank whose failure made the others fail: one that says what its user has to change
-    (a store may deny access to it alone), else one that was killed by a signal, else the first.
+    """Return the rank whose failure made the others fail; None without a failure.
 
-    Ranks killed by SIGTERM do not count: srun ends the others that way. If no rank left a status,
-    because its task could not even start, it is the first rank that srun names.
+    That is the first rank that reports what the user has to change (a store may deny access to one
+    rank alone), else the first that a signal killed, else the first to fail. Ranks that SIGTERM
+    ended do not count: srun ends the others with it. Without statuses, as no task could start, it
+    is the first rank that srun names.
     """
     failed = [
         rank for rank, end in ends.items() if end.is_failure and end.status != -signal.SIGTERM
     ]
-    knows = [rank for rank in failed if ends[rank].status in EXPLAINED]
+    explained = [rank for rank in failed if ends[rank].status in EXPLAINED]
     killed = [rank for rank in failed if ends[rank].status < 0]
     if failed:
-        return min(knows or killed or failed, key=lambda rank: ends[rank].time)
-    named = _NAMED_FIRST.search(srun_log)
+        return min(explained or killed or failed, key=lambda rank: ends[rank].time)
+    named = _FIRST_NAMED.search(srun_log)
     any_failed = len(ends) < num_ranks or any(end.is_failure for end in ends.values())
     return int(named[1]) if named and any_failed else None
 
 
 def ended_from_outside(log: str) -> bool:
-    """Return whether a person or a program has ended the step, by a signal to srun or by scancel:
-    srun then kills the ranks at once, and says so before any task has ended."""
+    """Return whether a signal to srun or scancel has ended the step.
+
+    Then srun writes that it kills the ranks before it writes that any task has ended.
+    """
     first = _FIRST_END.search(log)
     return first is not None and first[1] is not None
 
@@ -346,7 +350,7 @@ def failed_nodes(log: str) -> list[str]:
 
 
 def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
-    """Return for how long srun may still run after the last of these ends."""
+    """Return how long srun may still run after the last of these ends."""
     if len(ends) == num_ranks:
         return _SECONDS_AFTER_ALL
     is_failing = any(end.is_failure for end in ends.values())
@@ -354,7 +358,7 @@ def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
 
 
 def kill_silently(srun: int) -> None:
-    """Kill srun, and before it the helper that would end the step by its number when srun dies."""
+    """Kill srun without ending its step: first its helper, which would end it by its number."""
     with open(f"/proc/{srun}/task/{srun}/children") as helpers:
         pids = [*map(int, helpers.read(SMALL_FILE_BYTES).split()), srun]
     for pid in pids:
@@ -364,25 +368,26 @@ def kill_silently(srun: int) -> None:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the nodes of a step answered; `problems`: node -> why it cannot run a rank now."""
+    """The result of a probe. `problems`: node -> why it cannot run a rank now."""
 
     problems: dict[str, str]
     needs_new_start: bool = False
-    errors: tuple[str, ...] = ()  # the first that srun or a node printed
+    errors: tuple[str, ...] = ()  # the first error lines of srun and nodes
 
 
 def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Probe:
-    """Run the task's own program on each node, as the ranks will be, from the run's code.
+    """Start the ranks' program on each node, in the same way as for an attempt.
 
     `meanwhile` is called often; what it raises ends the probe.
     """
-    code = code_that_runs()  # in the run's directory, which may be an empty mount point
+    # In the run directory. On a node without its file system that is an empty mount point.
+    code = code_that_runs()
     program = copied_arguments(code, "launcher.slurm.task", STARTS)
     flags, line = in_container(step.cluster, program, [run_dir], Path.cwd())
     srun = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.num_nodes}"]
     srun += [f"--nodelist={','.join(step.nodes)}", "--ntasks-per-node=1", "--overlap"]
     srun += ["--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--chdir=/"]
-    srun += [*flags, *option_flags(step.cluster.srun_options), "bash", "-c", _ASK]
+    srun += [*flags, *option_flags(step.cluster.srun_options), "bash", "-c", _PROBE_SCRIPT]
     seconds = _CONTAINER_SECONDS if step.cluster.container_image else _PROBE_SECONDS
     with tempfile.TemporaryFile() as printed:
         probe = subprocess.Popen(
@@ -404,12 +409,13 @@ def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Pro
 
 
 def probe_answers(nodes: Sequence[str], said: str, late: str = "") -> Probe:
-    """Return what these nodes answered: each prints how far its probe has come."""
+    """Return the result from the output: each node prints how far its probe has come."""
     last = dict(_ANSWER.findall(said))
     problems = {
         node: _PROBLEMS[last.get(node, "")] + late for node in nodes if last.get(node) != STARTS
     }
-    if named := failed_nodes(said):  # srun ends the others then, which tells nothing about them
+    # If srun names failed nodes, it has ended the probes on the others, which proves nothing.
+    if named := failed_nodes(said):
         problems = {node: SILENT for node in nodes if node in named} or problems
     errors = sorted(error_lines(said.splitlines()), key=lambda line: line.startswith("srun: "))
     return Probe(problems, NEEDS_NEW_START.search(said) is not None, tuple(errors[:_NUM_ERRORS]))

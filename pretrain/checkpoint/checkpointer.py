@@ -152,10 +152,7 @@ class Checkpointer:
 
     @property
     def published_step(self) -> int:
-        """`last_step` if this rank knows that its checkpoint is published, else 0.
-
-        Rank 0 knows at once, the others after `finish`.
-        """
+        """`last_step` once this rank knows that it is published, else 0. Rank 0 knows it first."""
         is_published = self._save is None or self._save.is_published
         return self.last_step if is_published else 0
 

@@ -290,10 +290,7 @@ class ObjectStore:
         self.writable.put(name, path, content)
 
     def remove_unnamed(self, index: MirrorIndex, check: Check) -> None:
-        """Remove the folders that the index does not name.
-
-        Markers go first, so that a folder that is half removed is not complete.
-        """
+        """Remove folders that the index does not name, their markers first."""
         names = index.unnamed(self.writable.names())
         markers = [name for name in names if name.endswith(f"/{files.MARKER}")]
         for group in (markers, [name for name in names if name not in markers]):

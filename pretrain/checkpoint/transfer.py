@@ -187,10 +187,7 @@ class Transfer(ABC):
         return self._problem
 
     def wait(self) -> SaveProblem | None:
-        """Wait until this rank's files are there; on rank 0, until the checkpoint is published.
-
-        Returns the problem if that failed.
-        """
+        """Wait until this rank's files are there (rank 0: published); return the problem if not."""
         (self._written if self._reports.rank else self._ended).wait()
         return None if self.is_published else self._problem
 

@@ -32,24 +32,24 @@ from pretrain.terminal.text import flops_text, format_number, si
 
 @dataclass(frozen=True, kw_only=True)
 class RunResults:
-    """What a run has come to; None where it is not known yet. `losses` says what each loss is."""
+    """The results of a run so far; None where unknown. `metric_names` defines losses and speeds."""
 
     train_loss: float | None = None
     validation_loss: float | None = None
-    validation_step: int | None = None  # of that evaluation, if another than the run's latest
+    validation_step: int | None = None  # of the evaluation, if not the run's latest step
     validation_error: float | None = None  # standard error of that loss, over documents
     validation_text: str = "-"  # the tokens and documents that it rests on
     bits_per_byte: float | None = None
     memory_gain: float | None = None
     parameters: int | None = None
-    flops: float | None = None  # of the steps that it has made
-    run_tokens_per_second: float | None = None  # `speeds`
+    flops: float | None = None  # of all steps so far
+    run_tokens_per_second: float | None = None
     goodput: float | None = None
-    skipped_windows: int = 0  # of data, that rewinds after loss spikes skip
+    skipped_windows: int = 0  # of data, which the run skips after loss spikes
 
     @property
     def when_validated(self) -> str:
-        """What to add to a validation loss beside the run's step: ` (step 100)` of another one."""
+        """` (step 100)` if the validation loss is not of the run's latest step, else ''."""
         return "" if self.validation_step is None else f" (step {self.validation_step:,})"
 
     @property

@@ -36,13 +36,8 @@ _TICK_SECONDS = 1.0
 _WROTE_STACKS, _WROTE_ALL = b"stacks\n", b"all\n"
 # Slurm sends these to all processes of a step. They are for the ranks, so the watchdog blocks them.
 _SIGNALS_FOR_RANKS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGHUP,
-    STACKS_SIGNAL,
-)
+    signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, STACKS_SIGNAL
+)  # fmt: skip
 
 
 def under_watchdog(command: Sequence[str], seconds: float = START_SECONDS) -> list[str]:

@@ -5,32 +5,33 @@ The score of query i and key j at distance t = i + M - j is
     [(q_i + u) . k_j + (q_i + v) . r_t] / sqrt(H) + b_t
 
 The paper's positions have u, v and r; a bias per distance has b; rotated queries and keys need
-neither. A sink is one more score of each head's softmax, whose value is zero.
+neither. A sink adds one more score, with a value of zero, to each head's softmax.
 
-The relative shift (appendix B of the paper) without copies: scores by distance to scores by key.
-
-The product of queries and projected positions has a column per distance from the tile's last row,
-farthest first. Key j of row i needs column j + R - 1 - i, so each row has to move left by one
-column less than the row above it. The functions here view the same memory with other strides
-instead:
+The relative shift (appendix B of the paper) turns scores by distance into scores by key. The
+product of queries and projected positions has a column for each distance from the tile's last row,
+the farthest first. Key j of row i needs column j + R - 1 - i, so each row has to move left by one
+column less than the row above it. Instead of moving anything, the functions here view the same
+memory with other strides:
 
     R = 3 rows, S = 5 columns: the product     the same elements, by key
     . . a b c                                  a b c ' '    row 0 moved left by 2
     . d e f g                                  d e f g '    row 1 moved left by 1
     h i j k l                                  h i j k l    row 2, the last: unchanged
 
-Row i of the result starts at element R - 1 + i (S - 1) of the flat product: an offset of R - 1 and
-a row stride of S - 1 instead of S. Products marked "." belong to no key of the tile. Entries marked
-"'" come after the row's own key and hold elements of the next row; the causal mask hides them.
+Row i of the result starts at element R - 1 + i (S - 1) of the flat product: the view has offset
+R - 1 and row stride S - 1 instead of S. Products marked "." belong to no key of the tile. Entries
+marked "'" come after the row's own key and are elements of the next row; the causal mask hides
+them.
 
-A query sees one unbroken range of keys: from its first key (later with `max_distance` or a document
-boundary) to itself. A tile is some heads of some lanes and a block of rows. It reads the keys from
-the first that any of its rows sees to the own key of its last row, so keys that are hidden from the
-whole tile cost nothing: about half of the segment's products, and all of what a window hides.
+A query sees one unbroken range of keys, from its first one to itself; `max_distance` and document
+boundaries make the first one later. A tile is a block of rows of some heads and lanes. It reads the
+keys from the first that any of its rows sees to the last row's own key. So keys that are hidden
+from the whole tile cost nothing: about half of the segment's products, and all keys beyond
+`max_distance`.
 
-Letters of shapes as in `pretrain.model`. P are pairs of a head and a lane (head first), R rows, S
-the keys that a tile reads, n its heads. Position terms have width X: H for encodings, 1 for a bias
-per distance, which acts as an encoding that every query multiplies by one.
+Letters of shapes as in `pretrain.model`. P are pairs of a head and a lane (heads outermost), R a
+tile's rows, S the keys that it reads, n its heads. Position terms have width X: H for encodings, 1
+for a bias per distance, which is treated as an encoding that every query multiplies by one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from torch.autograd.function import once_differentiable
 def relative_shift(padded: Tensor) -> Tensor:
     """Return a view of [X, L, 1 + C] with row i moved left by L - 1 - i: [X, L, C].
 
-    The first column is padding: with it a plain `view` does the shift, also in the backward pass.
+    With the first column as padding a plain `view` makes the shift, and autograd undoes it.
     """
     batch, num_queries, width = padded.shape
     return padded.view(batch, width, num_queries)[:, 1:].view(batch, num_queries, width - 1)
@@ -68,8 +69,8 @@ def unshift_(tile_PRS: Tensor, shifted_PRS: Tensor) -> None:
     P, R, S = shifted_PRS.shape
     flat = tile_PRS.view(P, R * S)
     flat[:, : R - 1] = 0
-    # Rows of S elements in steps of S - 1 would overlap, and threads would race for the shared one.
-    # So the last column, which holds the last row's own key and zeros, is copied separately.
+    # Rows of S elements with stride S - 1 overlap by one element, which two threads would write. So
+    # the last column is copied separately: it holds the last row's own key, and zeros.
     flat[:, R - 1 : -1].view(P, R, S - 1).copy_(shifted_PRS[:, :, :-1])
     flat[:, -1] = shifted_PRS[:, -1, -1]
 
@@ -78,14 +79,15 @@ def unshift_(tile_PRS: Tensor, shifted_PRS: Tensor) -> None:
 class Tiling:
     """Sizes that fit a core's cache. Results of two tilings differ by rounding only."""
 
-    # Queries of a block: fewer skip more keys after the query, more give better matrix products.
+    # Queries of a block. Smaller blocks skip more of the keys after a query; larger ones make
+    # larger, more efficient matrix products.
     rows: int = 128
-    scores: int = 1 << 20  # of a tile: 4 MiB in float32
+    scores: int = 1 << 20  # scores of a tile: 4 MiB in float32
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a tile and the keys they read; `mask` is for the last `mask.shape[-1]` keys."""
+    """Rows of a tile and the keys they read; `mask` applies to the last `mask.shape[-1]` keys."""
 
     rows: slice
     keys: slice
@@ -98,19 +100,19 @@ class Block:
 
 @dataclass(frozen=True)
 class Group:
-    """Heads and lanes whose tiles share keys and values; blocks are in the order of rows."""
+    """Heads and lanes whose tiles share keys and values, with blocks in the order of rows."""
 
     heads: slice
     key_heads: slice  # the heads of keys and values that these heads read
     lanes: slice
     blocks: tuple[Block, ...]
-    starts_key_heads: bool  # no group before it reads the same keys
+    starts_key_heads: bool  # whether no earlier group reads the same keys
 
 
 def first_keys(
     num_queries: int, num_keys: int, max_distance: int | None, documents_BC: Tensor | None
 ) -> Tensor | None:
-    """Return the first key each query sees, [1 or B, L]; None if all see key 0."""
+    """Return the first key that each query sees, [1 or B, L]; None without either argument."""
     first = None
     if max_distance is not None:
         assert max_distance > 0, max_distance
@@ -132,11 +134,12 @@ def groups(
     rows = list(even_parts(num_queries, tiling.rows))
     pairs = max(1, tiling.scores // (rows[0].stop * num_keys))  # of a head and a lane
     per_key = num_heads // num_key_heads
-    # Lanes with different documents are not combined: a tile reads from the first key that any of
-    # its lanes sees.
+    # Do not combine lanes with different documents: the tile would read from the first key that any
+    # of its lanes sees.
     most_lanes = num_lanes if first is None or len(first) == 1 else 1
     lanes_list = list(even_parts(num_lanes, min(most_lanes, pairs)))
-    # Heads that share a key add to the same gradient, so they take turns.
+    # Heads that share a key head add to the same gradient, so each gets a tile of its own: the
+    # first one writes the gradient, the others add to it (`starts_key_heads`).
     heads_per_tile = max(1, pairs // most_lanes) if per_key == 1 else 1
     size = rows[0].stop
     corner = torch.full((size, size), float("-inf"), dtype=query_BLNH.dtype).triu_(1)
@@ -177,7 +180,7 @@ def _block(rows: slice, num_memory: int, first: Tensor | None, corner: Tensor) -
     visible = first[:, rows]
     lowest, highest = int(visible.min()), int(visible.max())
     keys = slice(lowest, end)
-    if lowest == highest:  # only the corner of the rows' own keys is ragged
+    if lowest == highest:  # all rows begin at the same key: only the causal corner is masked
         return Block(rows, keys, causal[None])
     hidden = torch.arange(lowest, end) < visible[:, :, None]
     mask = torch.zeros(hidden.shape, dtype=corner.dtype).masked_fill_(hidden, float("-inf"))
@@ -186,7 +189,7 @@ def _block(rows: slice, num_memory: int, first: Tensor | None, corner: Tensor) -
 
 
 class Scratch:
-    """Buffers for the results of one tile; the next tile reuses them while they are in cache."""
+    """Buffers for one tile's results, which the next tile overwrites while they are in cache."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -203,7 +206,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Operands:
-    """What the tiles of a group multiply. The queries include their bias and the scale."""
+    """The factors of a group's matrix products. Bias and scale are already in the queries."""
 
     num_heads: int
     content_query_PLH: Tensor
@@ -220,7 +223,8 @@ class Operands:
         query = query_BLNH.permute(2, 0, 1, 3)[group.heads, group.lanes]
         heads, lanes, _, width = query.shape
         views = group_parts(group, parts)
-        if len(views) == 1 and views[0].stride(-2) == width:  # a cache that is stored heads first
+        # A key-value cache of evaluation is stored with heads outermost: no copy is needed.
+        if len(views) == 1 and views[0].stride(-2) == width:
             key_value = views[0]
         else:
             num_keys = sum(part.shape[1] for part in parts)
@@ -275,9 +279,9 @@ def row_ranges(parts: Sequence[Tensor]) -> list[slice]:
 def attend(
     operands: Operands, block: Block, keep: Tensor | None, scratch: Scratch, *, reuse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return a tile's softmax [P, R, S] before dropout, and what its rows read [P, R, H].
+    """Return a tile's softmax [P, R, S] before dropout, and the attended values [P, R, H].
 
-    With `reuse` the softmax is scratch as well; what the rows read always is.
+    The values are in a scratch buffer; with `reuse` the softmax is, too.
     """
     content_query_PRH = operands.content_query_PLH[:, block.rows]
     P, R, H = content_query_PRH.shape
@@ -315,7 +319,7 @@ def _softmax_with_sinks_(scores_nYS: Tensor, sinks_n: Tensor) -> None:
 
 def masked_by(tile_PRS: Tensor, keep: Tensor, *, out: Tensor) -> Tensor:
     """Return the tile with zeros where `keep` [n, B, R, S] is False."""
-    # A product with bytes is twice as fast as `where` or a product with booleans.
+    # Multiplying by bytes is twice as fast as `where` or multiplying by booleans.
     torch.mul(tile_PRS.view(keep.shape), keep.view(torch.uint8), out=out.view(keep.shape))
     return out
 
@@ -338,16 +342,17 @@ def relative_attention(
     keep_probability: float = 1.0,
     tiling: Tiling = DEFAULT_TILING,
 ) -> Tensor:
-    """Return what each query reads, [B, L, N, H]; gradients flow to the tensors up to `sinks_N`.
+    """Return the attended values of each query, [B, L, N, H].
 
-    `key_value_parts` are [B, rows, 2, G, H], keys and values as projected: memory's rows, then the
-    segment's. Together they are the C keys, of which the queries are the last L. Consecutive heads
-    share a key head. `position_CNH` are the projected encodings W_R R, row j for distance C - 1 -
-    j; `distance_bias_CN` has the same order and replaces them.
+    Gradients flow to the tensors up to `sinks_N`. `key_value_parts` are [B, rows, 2, G, H]: the
+    projected keys and values of the memory's rows, then of the segment's. Together they are the C
+    keys; the queries belong to the last L. N / G consecutive heads share a key head.
+    `position_CNH` are the projected encodings W_R R, with row j for distance C - 1 - j;
+    `distance_bias_CN` replaces them, in the same order.
 
-    Hidden are keys after the query, keys at `max_distance` or more (`same_length`) and keys of
-    other documents, whose ids `documents_BC` never fall along C. Where `keep_NBLC` is False a
-    weight is masked; the others are divided by `keep_probability`.
+    A query does not see keys after it, keys at `max_distance` or farther (`same_length`), and keys
+    of other documents. Document ids `documents_BC` must not decrease along C. Weights are set to
+    zero where `keep_NBLC` is False, and divided by `keep_probability` elsewhere.
     """
     L, N = query_BLNH.shape[1:3]
     C, G = sum(part.shape[1] for part in key_value_parts), key_value_parts[0].shape[3]
@@ -365,10 +370,10 @@ def relative_attention(
 
 
 class _RelativeAttention(torch.autograd.Function):
-    """Keeps the inputs and the softmax of every tile for the backward pass.
+    """Attention that keeps its inputs and each tile's softmax for the backward pass.
 
-    Whatever else the gradient needs (gathered operands, masked weights) is computed again, tile by
-    tile, because that is cheaper than reading it back from host memory.
+    The backward pass gathers operands and masks weights again, tile by tile: that costs less time
+    than to read them back from host memory.
     """
 
     @staticmethod
@@ -414,7 +419,7 @@ class _RelativeAttention(torch.autograd.Function):
             output_PLH = torch.mul(output, ctx.keep_scale, out=out).flatten(0, 1)
             blocks = list(zip(group.blocks, weights, strict=False))
             weights = weights[len(blocks) :]
-            # From the last rows, which see the most keys: their products initialize the sums.
+            # Start with the last rows: they see the most keys, so they initialize all sums.
             for block, weights_PRS in reversed(blocks):
                 keep = _kept_part(keep_NBLC, group, block)
                 gradients.add_tile(operands, group, block, weights_PRS, keep, output_PLH)
@@ -429,14 +434,14 @@ def _kept_part(keep_NBLC: Tensor | None, group: Group, block: Block) -> Tensor |
 
 
 class Gradients:
-    """The gradients of the inputs, summed over tiles in an order that depends on the plan alone."""
+    """The gradients of the inputs, summed over tiles always in the order of the plan."""
 
     def __init__(self, inputs: Sequence[Any], scratch: Scratch, *, wants_positions: bool) -> None:
         query_BLNH, position_CNX, content_bias_NH, position_bias_NH, sinks_N, *parts = inputs
         self._scratch = scratch
         self._scale = query_BLNH.shape[3] ** -0.5
         self._query_BLNH = torch.empty_like(query_BLNH, memory_format=torch.contiguous_format)
-        # As [N, X, C]: a product is faster with the wide matrix on the right.
+        # Stored as [N, X, C]: matrix products are faster with the wider matrix on the right.
         self._position_NXC: Tensor | None = None
         if position_CNX is not None and (wants_positions or position_bias_NH is not None):
             self._position_NXC = position_CNX.new_zeros(position_CNX.permute(1, 2, 0).shape)
@@ -445,7 +450,7 @@ class Gradients:
             for bias_NH in (content_bias_NH, position_bias_NH)
         )
         self._sinks_N = None if sinks_N is None else torch.zeros_like(sinks_N)
-        self._sums: dict[str, Tensor] = {}  # of the current group
+        self._sums: dict[str, Tensor] = {}  # the current group's gradients of keys and values
         self._parts = [
             torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts
         ]
@@ -466,10 +471,10 @@ class Gradients:
         keep: Tensor | None,
         output_PLH: Tensor,
     ) -> None:
-        """Add the contribution of a block; blocks come from the last rows to the first.
+        """Add a block's contribution. Blocks have to come from the last rows to the first.
 
-        `output_PLH` is the gradient of what the group's queries read, divided by the probability
-        of keeping a weight.
+        `output_PLH` is the gradient of the group's attended values, already divided by the
+        probability of keeping a weight.
         """
         take = self._scratch.take
         output_PRH = output_PLH[:, block.rows]
@@ -484,8 +489,8 @@ class Gradients:
             work_PRS, weights_PRS, -1, weights_PRS.dtype, grad_input=scores_PRS
         )
         if self._sinks_N is not None:
-            # One number added to all scores of a row, the sink among them, changes nothing, so
-            # their gradients sum to zero.
+            # The softmax does not change when one number is added to all scores of a row and to the
+            # sink. So their gradients sum to zero, and the sink's is minus the sum of the others.
             self._sinks_N[group.heads] -= scores_PRS.view(operands.num_heads, -1).sum(1)
         content_query_PRH = operands.content_query_PLH[:, block.rows]
         self._add_to_keys(
@@ -505,7 +510,7 @@ class Gradients:
     def _position_read(
         self, operands: Operands, group: Group, block: Block, scores_PRS: Tensor, work_PRS: Tensor
     ) -> Tensor | None:
-        """Add to the positions' gradient; return their part of the queries' gradient, if any."""
+        """Add to the gradient of positions; return the queries' gradient through them, if any."""
         positions = operands.positions(block)
         if positions is None or self._position_NXC is None:
             return None
@@ -533,13 +538,13 @@ class Gradients:
         self, name: str, shape: torch.Size, block: Block, left_PRS: Tensor, right_PRH: Tensor
     ) -> None:
         left_PSR = left_PRS.transpose(1, 2)
-        if block.keys.stop == shape[1]:  # the first block, the one of the last rows
+        if block.keys.stop == shape[1]:  # the last rows, whose block comes first
             self._sums[name] = total_PCH = self._scratch.take(name, *shape)
             if block.keys.start == 0:
                 torch.bmm(left_PSR, right_PRH, out=total_PCH)
                 return
             total_PCH.zero_()
-        # `baddbmm_` is slower here: into rows that are not dense it works pair by pair.
+        # `baddbmm_` would be slower: since the target's rows are not dense, it works pair by pair.
         product_PSH = self._scratch.take("key product", *left_PSR.shape[:2], shape[2])
         self._sums[name][:, block.keys].add_(torch.bmm(left_PSR, right_PRH, out=product_PSH))
 
@@ -547,7 +552,8 @@ class Gradients:
         P, R, S = distances_PRS.shape
         heads, _, H = position_nSH.shape
         result_PRH = self._scratch.take("position read", P, R, H)
-        if heads == 1:  # many small products are a third faster than one tall and narrow product
+        # With one head, many small products are a third faster than one tall and narrow product.
+        if heads == 1:
             return torch.bmm(distances_PRS, position_nSH.expand(P, S, H), out=result_PRH)
         torch.bmm(distances_PRS.view(heads, -1, S), position_nSH, out=result_PRH.view(heads, -1, H))
         return result_PRH

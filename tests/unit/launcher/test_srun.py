@@ -179,26 +179,26 @@ def test_a_rank_without_status_was_killed_and_one_without_log_never_started(tmp_
     assert ends.statuses() == [EXIT_STOPPED, -9, NEVER_STARTED]
     shutil.rmtree(tmp_path)  # somebody tidies: what is missing tells nothing any more
     assert ends.statuses() == [EXIT_STOPPED, -9, -9]
-    ends.look()
+    ends.read_listed()
     ends.read_rest()
     assert ends.statuses() == [EXIT_STOPPED, -9, -9]
 
 
 def test_new_status_files_are_found_while_the_other_ranks_run(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("launcher.slurm.srun._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("launcher.slurm.srun._LISTING_SECONDS", 0.0)
     monkeypatch.setattr("launcher.slurm.srun._SECONDS_AFTER_ALL", 0.0)
     logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
     ends = RankEnds(logs)
-    assert not ends.have_been_for_long()
+    assert not ends.are_overdue()
     logs[1].with_suffix(".status").write_text("-9")
-    assert not ends.have_been_for_long()
-    assert ends.found.keys() == {1}
+    assert not ends.are_overdue()
+    assert ends.by_rank.keys() == {1}
     logs[0].with_suffix(".status").write_text("")  # not whole yet
-    ends.look()
-    assert ends.found.keys() == {1}
+    ends.read_listed()
+    assert ends.by_rank.keys() == {1}
     logs[0].with_suffix(".status").write_text("1")
-    until(ends.have_been_for_long)
-    assert {rank: end.status for rank, end in ends.found.items()} == {0: 1, 1: -9}
+    until(ends.are_overdue)
+    assert {rank: end.status for rank, end in ends.by_rank.items()} == {0: 1, 1: -9}
 
 
 SAID = "Welcome!\nxl|n1|begun|lx\nxl|n2|begun|lx\nxl|n1|sees|lx\nsrun: error: n2: task 1\n"
