@@ -277,7 +277,7 @@ class Run(Subject):
         ledger = before.read_bytes() if before.exists() else b""
         self._stored = next((t.objects for t in reversed(told) if isinstance(t, Stored)), {})
         found = self._start()
-        events = self.run_dir.ledger.read()
+        events = self._events(self.run_dir.ledger)
         lines = _lines(self.run_dir.metrics, 1 << 40)
         step = found.step if found else 0
         least, finished = 0, ()
@@ -326,7 +326,7 @@ class Run(Subject):
     def _events(self, ledger: Ledger) -> list[Event]:
         content = ledger.path.read_bytes() if ledger.path.exists() else b""
         if content not in self._parsed:
-            self._parsed[content] = _read_ledger(ledger)
+            self._parsed[content] = _read_ledger(Ledger(ledger.path))
         return list(self._parsed[content])
 
     def _start(self) -> Checkpoint | None:
