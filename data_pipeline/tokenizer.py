@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,8 +90,10 @@ class _Unknown:
     end_id: Count
 
 
-def _vocabulary_of(kind: TokenizerKind, model: bytes, options: Mapping[str, Any]) -> Vocabulary:
+@functools.lru_cache(maxsize=1)  # the start of a library takes half a second
+def _vocabulary_of(kind: TokenizerKind, model: bytes, options_json: str) -> Vocabulary:
     """Return what the tokens stand for; InvalidVocabulary or InvalidValue if that is wrong."""
+    options = json.loads(options_json)
     match kind:
         case "unigram" | "bpe":
             return ConfinedVocabulary("sentencepiece", model, may_cut=kind == "bpe")
@@ -129,7 +133,7 @@ class Tokenizer:
         self.options = dict(options or {})
         self.fingerprint = fingerprint_of(kind, model, self.options)
         try:
-            self.vocabulary = _vocabulary_of(kind, model, self.options)
+            self.vocabulary = _vocabulary_of(kind, model, json_text(self.options))
         except (InvalidVocabulary, InvalidValue) as error:
             raise DataError(str(error)) from None
         self.vocab_size, self.end_id = self.vocabulary.vocab_size, self.vocabulary.end_id

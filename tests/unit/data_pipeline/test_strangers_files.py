@@ -209,6 +209,12 @@ def test_a_child_that_has_ended_is_replaced_also_after_a_fork():
     assert tokenizer.encode("abba").tolist() == expected
 
 
+def test_a_tokenizer_that_is_loaded_again_starts_no_other_child():
+    first, second, other = hugging_face(), hugging_face(), hugging_face({"type": "NFC"})
+    assert first.vocabulary is second.vocabulary
+    assert first.vocabulary is not other.vocabulary
+
+
 @pytest.mark.parametrize("damage", ["lost", "{", '{"shards": []}', '{"shards": [{"samples": 9}]}'])
 def test_verify_looks_at_the_index_that_stock_readers_need(tmp_path, capsys, damage):
     corpus = make_tiny_corpus(tmp_path / "corpus")
