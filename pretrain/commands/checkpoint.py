@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from foundation.cli import Answer, Program, add_json
 from foundation.errors import EXIT_USER_ERROR, printable
-from foundation.files import LARGEST_LIST_BYTES, read_json
+from foundation.files import LARGEST_LIST_BYTES, SMALL_FILE_BYTES, read_json
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.verify import verify_and_keep
+from pretrain.checkpoint.verify import MOST_REFUSED_BYTES, verify_and_keep
 from pretrain.errors import CheckpointError, OtherVersionError, PrunedError
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
@@ -63,11 +64,14 @@ def run_list(arguments: argparse.Namespace) -> Answer:
         for line in run_dir.read_metrics()
         if line["kind"] == "evaluation"
     }
-    checkpoints: list[dict[str, Any]] = [
-        {"step": step, **_contents(files.step_directory(run_dir.checkpoints, step))}
-        | {"validation": losses.get(step)}
-        for step in files.steps_on_disk(run_dir.checkpoints)
-    ]
+    checkpoints, left = list[dict[str, Any]](), MOST_REFUSED_BYTES
+    for step in files.steps_on_disk(run_dir.checkpoints):
+        directory = files.step_directory(run_dir.checkpoints, step)
+        contents = _contents(directory, min(left, LARGEST_LIST_BYTES))
+        if contents["tokens"] is None:
+            with contextlib.suppress(OSError):
+                left = max(left - (directory / files.INDEX).stat().st_size, SMALL_FILE_BYTES)
+        checkpoints.append({"step": step, **contents, "validation": losses.get(step)})
     rows = [
         (
             str(checkpoint["step"]),
@@ -86,12 +90,12 @@ def _none_in(run_dir: RunDir) -> str:
     return printable(f"no checkpoint found in {run_dir.checkpoints}")
 
 
-def _contents(directory: Path) -> dict[str, Any]:
+def _contents(directory: Path, limit: int) -> dict[str, Any]:
     """Return the size of a checkpoint, and what its index says; None where that is unreadable."""
     contents: dict[str, Any] = {"ranks": None, "tokens": None, "bytes": None}
     try:
         contents["bytes"] = sum(path.stat().st_size for path in directory.iterdir())
-        index = read_json(directory / files.INDEX, LARGEST_LIST_BYTES)
+        index = read_json(directory / files.INDEX, limit)
         return contents | {"ranks": index["world_size"], "tokens": index["tokens_seen"]}
     except (OSError, ValueError, KeyError, TypeError):  # a run may be removing it
         return contents

@@ -30,6 +30,7 @@ from pretrain.checkpoint.verify import (
     verify,
 )
 from pretrain.cli import main
+from pretrain.commands import checkpoint
 from pretrain.config.run import CheckpointConfig, ModelConfig, RunConfig
 from pretrain.errors import CheckpointError, UnreadableError
 from pretrain.recovery.rewind import rewind
@@ -419,6 +420,18 @@ def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
     first, second, *_ = json.loads(capsys.readouterr().out)
     assert (first["ranks"], first["tokens"], first["validation"]) == (2, 640, 2.1)
     assert second["ranks"] is None
+
+
+def test_list_reads_large_indexes_in_vain_for_a_while_only(run_dir, monkeypatch, capsys):
+    index = run_dir.checkpoints / "step-00000030" / files.INDEX
+    index.write_text(index.read_text() + " " * (2 << 20))
+    monkeypatch.setattr(checkpoint, "MOST_REFUSED_BYTES", 4 << 20)
+    for refused, tokens in ((b"", "1920"), (bytes(3 << 20), "unreadable")):
+        (run_dir.checkpoints / "step-00000010" / files.INDEX).write_bytes(refused)
+        assert main(["checkpoint", "list", str(run_dir.path)]) == 0
+        _, first, second, third, last = capsys.readouterr().out.splitlines()
+        assert [line.split()[2] for line in (first, third)] == ["unreadable", tokens]
+        assert [line.split()[2] for line in (second, last)] == ["1280", "2560"]
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
