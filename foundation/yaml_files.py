@@ -82,7 +82,7 @@ def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[in
     if resolved in extended_by:
         chain = " -> ".join(item.name for item in (*extended_by, resolved))
         raise ConfigError(f"{path} extends itself: {chain}; remove one of these 'extends'")
-    own = _parse_yaml(_read_text(path, extended_by), path, is_extended=bool(extended_by))
+    own = parse_yaml(_read_text(path, extended_by), path, is_extended=bool(extended_by))
     parents = own.pop("extends", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not (isinstance(parents, list) and all(isinstance(parent, str) for parent in parents)):
@@ -115,7 +115,7 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
         raise ConfigError(f"{path}{wanted_by} cannot be read ({error}); give a YAML file") from None
 
 
-def _parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
+def parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
     """Return the settings in the text; no error shows the text of a file that another extends."""
     import yaml
 

@@ -195,9 +195,12 @@ def _read_bytes(
     """Yield what `reader` makes of the file's bytes, unpacked."""
     with named_errors(source.path), open(source.path, "rb", BLOCK_BYTES) as raw:
         follow(raw.tell)
-        check_head(raw.read(HEAD_BYTES), source.path.name, source.kind, config)
-        raw.seek(0)
-        yield from reader(decompressed(raw, source.path.name), source, config)
+        head = raw.peek(HEAD_BYTES)  # type: ignore[attr-defined]
+        check_head(head, source.path.name, source.kind, config)
+        unpacked = decompressed(raw, source.path.name)
+        head = unpacked.peek(HEAD_BYTES)  # type: ignore[attr-defined]
+        check_head(head, "", source.kind, config)
+        yield from reader(unpacked, source, config)
 
 
 def _read_text(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
@@ -215,10 +218,11 @@ def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
         number += 1
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-            if line.lstrip().startswith(b"["):
+            if line.lstrip().startswith(b"[") or line.strip() == b"{":
+                query = ".[]" if b"[" in line else "."
                 raise UnreadableRecords(
-                    "it is one list, expected an object per line; write them, such as by "
-                    f"`jq -c '.[]' {source.path.name}`"
+                    "it has a list or objects over several lines, expected one on each line; write "
+                    f"them, such as by `jq -c '{query}' {source.path.name}`"
                 )
         location = f"{source.name}:{number}"
         if len(line) == longest_line and not line.endswith(b"\n"):
@@ -228,7 +232,8 @@ def _read_jsonl(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
         elif line.strip():
             record = document_of_json(line.rstrip(b"\r\n"), location, location, config)
             reason = record.reason if isinstance(record, Reject) else ""
-            if reason.startswith("invalid ") and not line.endswith(b"\n"):
+            is_cut = not line.endswith(b"\n") and (b"\0" in line or "Extra data" not in reason)
+            if is_cut and reason.startswith("invalid "):
                 raise InvalidRecords(f"its last line is {reason}")
             yield record
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import codecs
 import contextlib
 import json
+import os
+import re
+from collections.abc import Collection
 from pathlib import Path, PurePath
 
 from data_pipeline.builder.compression import (
@@ -45,6 +48,10 @@ COMPANIONS = frozenset(
 # Of `datasets` and MDS; of Megatron, beside each .bin file.
 COMPANION_FILES = frozenset(("state.json", "dataset_dict.json", "index.json", "shardindex.json"))
 INDEX_SUFFIX = ".idx"
+MAPPED = re.compile(r"cache-[0-9a-f]{16}\w*\.arrow$")  # `datasets` keeps results beside its data
+# SHA256SUMS, md5sums.txt, x.tar.md5, MANIFEST: their contents have to confirm what they are.
+LIST_NAME = re.compile("sums?|md5|sha|manifest|list")
+CHECKSUM = re.compile(rb"\\?[0-9a-fA-F]{32,128}")
 CHOOSE = "choose the files to read with `suffixes`, or set format=text to read every file as text"
 MDS_ADVICE = ("the index of an MDS data set", "give the folder with its shards")
 ARROW_ADVICE = ("an Arrow file", "rename it to .arrow, or set format=arrow")
@@ -63,19 +70,33 @@ OTHER_SUFFIXES: tuple[tuple[tuple[str, ...], tuple[str, str]], ...] = (
     ((".tgz",), ("a compressed tar", "rename it to .tar.gz")),
 )
 GZIP, ZSTD = ".gz", ".zst"
+OF_LINES: tuple[SourceKind, ...] = ("jsonl", "lines", "wikitext")
 TABLES_AND_TOKENS: tuple[SourceKind, ...] = ("parquet", "arrow", "mds", "megatron", "array")
 UTF_16 = ("text in UTF-16", "write it as UTF-8")
+NUMPY_MAGIC, MEGATRON_MAGIC = b"\x93NUMPY", b"MMIDIDX\0\0"
+LLM_C = ("an array with a header of llm.c", "remove the header, 1,024 bytes")
+REPACK = "let its name end in {}, or unpack it if it does"
+EXTRACT = "extract its text, into JSON Lines or a file for each document"
 # First bytes: their offset, what the file is, what to do, and the kinds or ends of names with them.
 MAGIC: tuple[tuple[int, bytes, tuple[str, str], tuple[str, ...]], ...] = (
     (0, b"PAR1", ("a Parquet file", "rename it to .parquet, or set format=parquet"), ("parquet",)),
     (0, b"ARROW1", ARROW_ADVICE, ("arrow",)),
     (0, b"FEA1", ("a Feather file of version 1", "write it as Parquet"), ()),
-    (0, b"\x1f\x8b\x08", ("compressed by gzip", "rename it to end in .gz"), (GZIP,)),
-    (0, b"\x28\xb5\x2f\xfd", ("compressed by zstd", "rename it to end in .zst"), (ZSTD,)),
+    (0, b"\x1f\x8b\x08", ("compressed by gzip", REPACK.format(GZIP)), (GZIP,)),
+    (0, b"\x28\xb5\x2f\xfd", ("compressed by zstd", REPACK.format(ZSTD)), (ZSTD,)),
     (257, b"ustar", ("a tar", "rename it to .tar, or set format=tar"), ("tar",)),
     (0, b"PK\x03\x04", ("a zip file, such as .npz", "unpack it"), ()),
     (0, b"7z\xbc\xaf\x27\x1c", PACKED_ADVICE, ()),
     (0, b"\xfd7zXZ\x00", PACKED_ADVICE, ()),
+    (4, b"1AY&SY", ("compressed by bzip2", "unpack it"), ()),
+    (0, b"%PDF-", ("a PDF", EXTRACT), ()),
+    (0, b"%!PS", ("PostScript", EXTRACT), ()),
+    (0, b"{\\rtf", ("RTF", EXTRACT), ()),
+    (0, b"WARC/1.", ("a WARC file, as Common Crawl has them", EXTRACT), ()),
+    (0, b"<mediawiki", ("a dump of MediaWiki", EXTRACT), ()),
+    (0, MEGATRON_MAGIC, ("an index of Megatron", "name its .bin file"), ()),
+    (0, (20240520).to_bytes(4, "little"), LLM_C, ()),
+    (0, (20240801).to_bytes(4, "little"), LLM_C, ()),
     (0, b"\x89HDF\r\n", ("an HDF5 file", "write it as Parquet, or its ids as an array"), ()),
     (0, GIT_LFS_POINTER, ("a pointer of Git LFS", "fetch its contents by `git lfs pull`"), ()),
     (0, codecs.BOM_UTF16_LE, UTF_16, TABLES_AND_TOKENS),
@@ -87,28 +108,32 @@ HEAD_BYTES = 512  # that MAGIC looks at
 def check_head(head: bytes, name: str, kind: SourceKind, config: CorpusConfig) -> None:
     """Raise UnreadableRecords if the first bytes of a file are not of what it is read as.
 
-    With `format=text` every file is text.
+    The name says how it is packed; it is "" for bytes that were unpacked. With `format=text` every
+    file is text.
     """
     if config.format == "text":
         return
     lower = name.lower()
     packing = GZIP if lower.endswith(GZIP) else ZSTD if lower.endswith((ZSTD, ".zstd")) else ""
-    if other := _magic(head, packing or kind):
-        kind_found, advice = other
+    other = _magic(head, packing or kind)
+    if packing and not other and _first_json(head):
+        other = "JSON that is not compressed", f"remove {packing} from its name"
+    elif not packing and kind == "jsonl" and b"\0" in head[:HEAD_BYTES].partition(b"\n")[0]:
+        other = f"not text ({not_text(head)})", TABLE_ADVICE[1]
+    elif not packing and kind in OF_LINES and b"\n" not in head and b"\r" in head.strip():
+        other = "text whose lines end in a carriage return", "write newlines instead, by `tr`"
+    if other:
         expected = f"one compressed by {packing[1:]}" if packing else f"format {kind}"
-        raise UnreadableRecords(f"it is {kind_found}, expected {expected}; {advice}")
+        raise UnreadableRecords(f"it is {other[0]}, expected {expected}; {other[1]}")
 
 
 def _magic(head: bytes, expected: str) -> tuple[str, str] | None:
     """Return what a file is by its first bytes and what to do, or None if nothing is unexpected."""
-    return next(
-        (
-            advice
-            for offset, magic, advice, kinds in MAGIC
-            if head.startswith(magic, offset) and expected not in kinds
-        ),
-        None,
-    )
+    starts = head, head.removeprefix(codecs.BOM_UTF8).lstrip()
+    for offset, magic, advice, kinds in MAGIC:
+        if expected not in kinds and any(start.startswith(magic, offset) for start in starts):
+            return advice
+    return None
 
 
 def stated_kind(config: CorpusConfig) -> SourceKind | None:
@@ -140,11 +165,25 @@ def holds_records(name: str) -> bool:
 
 def is_companion(name: str) -> bool:
     """Whether the name is one of COMPANIONS: README.md, LICENSE, dataset_info.json, ..."""
-    if PurePath(name).name.lower() in COMPANION_FILES or name.lower().endswith(INDEX_SUFFIX):
+    base = PurePath(name).name.lower()
+    if base in COMPANION_FILES or base.endswith(INDEX_SUFFIX) or MAPPED.match(base):
         return True
-    stem = PurePath(name).name.lower().partition(".")[0]
+    stem = base.partition(".")[0]
     kind = kind_by_name(name)
     return stem in COMPANIONS and (kind is None or not holds_many(kind))
+
+
+def lists_files(path: Path, bases: Collection[str]) -> bool:
+    """Whether each line at the start of a file has a checksum, or ends in one of the names."""
+    if not LIST_NAME.search(path.name.lower()) or holds_records(path.name):
+        return False
+    lines = [line.split() for line in _head(path).splitlines() if line.strip()]
+    return bool(lines) and all(
+        CHECKSUM.fullmatch(line[0])
+        or CHECKSUM.fullmatch(line[-1])
+        or (len(line) < 4 and PurePath(os.fsdecode(line[-1])).name in bases)
+        for line in lines
+    )
 
 
 def kind_by_contents(path: Path) -> SourceKind:

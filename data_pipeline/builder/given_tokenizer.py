@@ -5,6 +5,7 @@ Which kind it is follows from the name and the settings, never from what loads i
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ HUGGING_FACE_NAME = DESCRIPTION_NAME  # tokenizer.json, as our own description i
 # Files beside it that may say which token ends a text.
 HUGGING_FACE_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 TIKTOKEN_SUFFIX = ".tiktoken"
+RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # Llama 3 calls such a file tokenizer.model
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def given_tokenizer(path: Path, settings: TokenizerConfig) -> GivenTokenizer:
     if path.suffix == ".json":
         options = {"end_token": settings.end_token or _end_of_hugging_face(path, model)}
         return GivenTokenizer(path, "huggingface", model, options)
-    if path.suffix == TIKTOKEN_SUFFIX or settings.pattern:
+    if path.suffix == TIKTOKEN_SUFFIX or settings.pattern or RANK.match(model):
         return GivenTokenizer(path, "tiktoken", model, _tiktoken_options(path, settings))
     options = {"end_token": settings.end_token} if settings.end_token else {}
     return GivenTokenizer(path, "sentencepiece", model, options)

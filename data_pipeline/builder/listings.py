@@ -8,18 +8,22 @@ text: both are skipped and named.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_pipeline.builder.compression import is_compressed, without_compression
+from data_pipeline.builder.compression import UnreadableRecords, is_compressed, without_compression
 from data_pipeline.builder.formats import INDEX_SUFFIX, holds_records
+from data_pipeline.builder.hub_card import CARD, SPLIT, training_files
 from data_pipeline.config import SourceKind
 from foundation.errors import DataError
 from foundation.files import LARGEST_LIST_BYTES, read_json
 
+STATE, SPLITS, BY_NAME = "state.json", "dataset_dict.json", "by name"
+# Which lists are followed first: a split that is not listed has lists of its own.
+TURNS = (CARD, BY_NAME, SPLITS, "")
 MDS_INDEX = "index.json"
 MDS_COMPRESSIONS = ("", "zstd", "gz")
 MDS_FORMS = ("raw_data", "zip_data")  # of a shard; the folder has either
@@ -29,11 +33,6 @@ VERSIONED = {
     "_spark_metadata": "the output of a Spark stream",
     ".hoodie": "a Hudi table",
 }
-# A split's name, as the hub finds it in the name of a file or folder.
-SPLIT = re.compile(
-    r"(?<![a-z])(?:(?P<train>train|training)|test|testing|eval|evaluation|validation|valid|dev|val)"
-    r"(?![a-z])"
-)
 OF_SPLITS = (".txt", ".raw", ".tokens", ".bin", ".npy", INDEX_SUFFIX)
 # The hub has also named files with a hash behind: train-00000-of-00002-a09b74b3ef9c3b56.parquet.
 NUMBERED = re.compile(
@@ -73,20 +72,17 @@ def listed_files(
     table of several versions, and where names count the files of two versions.
     """
     refuse_versions(root, names)
-    present = frozenset(names)
-    if not keeps_splits and (held_out := _held_out(names)):
-        reason = "left out, of a validation or test split; name one as an input to read it"
-        tell(reason, sorted(held_out))
-        names = [name for name in names if name not in held_out]
-    listed: dict[str, ListedFile] = {}
-    for of_splits in (True, False):  # a split that is not listed has lists of its own
-        chosen = [name for name in names if (PurePosixPath(name).name == SPLITS) == of_splits]
-        lists = [listing for name in chosen for listing in _listings(root, name, kind, present)]
+    present, listed = frozenset(names), dict[str, ListedFile]()
+    for turn in TURNS[2:] if keeps_splits else TURNS:
+        bases = {name: PurePosixPath(name).name for name in names}
+        turns = (name for name in names if turn == (bases[name] if bases[name] in TURNS else ""))
+        lists = [listing for name in turns for listing in _listings(root, name, kind, present)]
         for listing in lists:
             listed |= {file.name: file for file in _present(root, listing, present)}
-        excluded = _excluded([name for name in names if name not in listed], lists)
-        for source, others in excluded.items():
-            tell(f"left out, not listed in {source}", sorted(others))
+        others = [name for name in names if name not in listed]
+        excluded = _held_out(others) if turn == BY_NAME else _excluded(others, lists)
+        for reason, left_out in excluded.items():
+            tell(f"left out, {reason}", sorted(left_out))
         gone = set().union(*excluded.values())
         names = [name for name in names if name not in gone]
     _check_numbers(root, names, tell)
@@ -95,9 +91,11 @@ def listed_files(
 
 
 def _excluded(names: list[str], lists: list[Listing]) -> dict[str, set[str]]:
-    """Return which of the names, which no list has, a list decides about, by the list's name."""
+    """Return which of the names, which no list has, a list decides about, by the reason."""
     decides = {
-        (folder, listing.suffix): listing.name for listing in lists for folder in listing.folders
+        (folder, listing.suffix): f"not listed in {listing.name}"
+        for listing in lists
+        for folder in listing.folders
     }
     suffixes = sorted({suffix for _, suffix in decides})
     excluded: dict[str, set[str]] = defaultdict(set)
@@ -125,7 +123,7 @@ def refuse_versions(root: Path, names: list[str]) -> None:
             )
 
 
-def _held_out(names: list[str]) -> set[str]:
+def _held_out(names: list[str]) -> dict[str, set[str]]:
     """Return the names of validation and test splits that have a training split beside them."""
     trained, held_out = set(), defaultdict(set)
     for name in names:
@@ -137,7 +135,9 @@ def _held_out(names: list[str]) -> set[str]:
                 beside = (folder, part[: match.start()].lower())
                 trained |= {beside} if match["train"] else set()
                 held_out[beside] |= set() if match["train"] else {name}
-    return {name for beside in trained for name in held_out[beside]}
+    reason = "of a validation or test split; name one as an input to read it"
+    names_of_splits = {name for beside in trained for name in held_out[beside]}
+    return {reason: names_of_splits} if names_of_splits else {}
 
 
 def _listings(
@@ -153,9 +153,18 @@ def _listings(
         return
     suffix, read = READERS[path.name]
     try:
-        content = read_json(root / name, LARGEST_LIST_BYTES)
-        files = read(content, folder)
-        folders = {folder, *(PurePosixPath(form.name).parent for (form, *_) in files)}
+        if path.name == CARD:
+            training = training_files(root / name, folder, present)
+            files = tuple((ListedFile(file),) for file in training)
+            folders = {PurePosixPath(member).parent for member in present if training}
+            folders = {member for member in folders if member.is_relative_to(folder)}
+        else:
+            files = read(read_json(root / name, LARGEST_LIST_BYTES), folder)
+            folders = {folder, *(PurePosixPath(form.name).parent for (form, *_) in files)}
+            if not files:
+                raise UnreadableRecords("lists no files; give a data set that has some")
+    except UnreadableRecords as error:
+        raise DataError(f"{root / name} {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if any(
             PurePosixPath(member).parent == folder and _ends(member, suffix) for member in present
@@ -179,8 +188,8 @@ def _ends(name: str, suffix: str) -> bool:
 def _of_datasets(content: dict[str, Any], folder: PurePosixPath) -> Files:
     """Read the state.json of `save_to_disk`."""
     if content.get("_indices_data_files"):
-        raise DataError(
-            f"{folder} has an index of its rows, which is not read; save it after flatten_indices()"
+        raise UnreadableRecords(
+            "has an index of its rows, which is not read; save it after flatten_indices()"
         )
     return tuple((ListedFile(str(folder / file["filename"])),) for file in content["_data_files"])
 
@@ -193,15 +202,13 @@ def _of_splits(content: dict[str, Any], folder: PurePosixPath) -> Files:
 def _of_shards(content: dict[str, Any], folder: PurePosixPath) -> Files:
     """Read the index.json of an MDS data set."""
     if "chunks" in content:
-        raise DataError(
-            f"{folder} is a data set of LitData, which is not read; write it as MDS or Parquet"
-        )
+        raise UnreadableRecords("is of LitData, which is not read; write it as MDS or Parquet")
     for shard in content["shards"]:
-        name = shard.get("raw_data", {}).get("basename", "")
-        packing = shard.get("compression") or ""
-        if name.endswith(".mds") and packing.partition(":")[0] not in MDS_COMPRESSIONS:
-            raise DataError(
-                f"{folder} is an MDS data set compressed by {packing}, expected zstd, gz or none"
+        form, packing = shard["format"], shard["compression"] or ""
+        if form != "mds" or packing.partition(":")[0] not in MDS_COMPRESSIONS:
+            raise UnreadableRecords(
+                f"lists shards of format {form}, compressed by {packing or 'nothing'}, expected "
+                "mds, by zstd, gz or nothing; write them so"
             )
     return tuple(
         tuple(
@@ -233,9 +240,9 @@ def _of_tars(content: dict[str, Any], folder: PurePosixPath) -> Files:
 
 
 Files = tuple[tuple[ListedFile, ...], ...]
-STATE, SPLITS = "state.json", "dataset_dict.json"
 # By a list's name: the end of the names that it decides about, and its reader.
 READERS: dict[str, tuple[str, Callable[[dict[str, Any], PurePosixPath], Files]]] = {
+    CARD: ("", lambda content, folder: ()),
     STATE: (".arrow", _of_datasets),
     SPLITS: (STATE, _of_splits),
     MDS_INDEX: (".mds", _of_shards),
@@ -245,7 +252,9 @@ READERS: dict[str, tuple[str, Callable[[dict[str, Any], PurePosixPath], Files]]]
 
 def _present(root: Path, listing: Listing, present: frozenset[str]) -> Iterator[ListedFile]:
     """Yield each listed file in the form that is there; DataError unless one is, as listed."""
-    for forms in listing.files:
+    for forms, times in Counter(listing.files).items():
+        if times > 1:
+            raise DataError(f"{root / listing.name} lists {forms[0].name} {times} times; repair it")
         present_forms = [form for form in forms if form.name in present]
         if len(present_forms) != 1:
             raise DataError(

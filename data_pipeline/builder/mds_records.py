@@ -94,7 +94,7 @@ def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
         raise InvalidRecords(f"{len(raw)} bytes are no multiple of {dtype}; set token_dtype")
     tokens = np.frombuffer(raw, np.dtype(dtype).newbyteorder("<"))
     if encoding == BYTES_COLUMN:
-        check_width(tokens)
+        check_width(tokens, config)
     return tokens
 
 

@@ -16,6 +16,7 @@ from data_pipeline.builder.formats import (
     is_companion,
     kind_by_contents,
     kind_by_name,
+    lists_files,
     may_read_as,
     stated_kind,
 )
@@ -125,8 +126,8 @@ def _sources_under(
     names = [name for name in listed if without_compression(name).endswith(suffixes)]
     if not config.suffixes and (others := [*(listed.keys() - set(names))]):
         tell(f"left out, named neither {' nor '.join(suffixes)}", others)
-    if not config.suffixes and (left_out := _companions(names, config)):
-        tell("left out, beside records", left_out)
+    if not config.suffixes and (left_out := _companions(root, names, config)):
+        tell("left out, about other files", left_out)
         names = [name for name in names if name not in left_out]
     sources = _with_kinds(root, names, prefix, config)
     return [
@@ -168,7 +169,7 @@ def _files(
     with os.scandir(folder) as entries:
         for entry in entries:
             path = Path(entry.path)
-            if entry.name.startswith("."):
+            if entry.name.startswith((".", "_temporary")):  # Spark's, of a job that was killed
                 continue
             if entry.is_dir():
                 yield from _files(path, excluded, parents | {real})
@@ -196,8 +197,8 @@ def _examples(names: list[str]) -> str:
     return ", ".join(sorted(names)[:3]) + more
 
 
-def _companions(names: list[str], config: CorpusConfig) -> list[str]:
-    """Return the names like README.md of files with records in their folder or below it."""
+def _companions(root: Path, names: list[str], config: CorpusConfig) -> list[str]:
+    """Return the names of lists of other files, and README.md and the like above records."""
     stated = stated_kind(config)
     if stated is not None and not holds_many(stated):
         return []
@@ -207,7 +208,13 @@ def _companions(names: list[str], config: CorpusConfig) -> list[str]:
         if not is_companion(name) and (stated is not None or holds_records(name))
         for parent in PurePath(name).parents
     }
-    return [name for name in names if is_companion(name) and PurePath(name).parent in with_records]
+    bases = {PurePath(name).name for name in names}
+    return [
+        name
+        for name in names
+        if (is_companion(name) and PurePath(name).parent in with_records)
+        or lists_files(root / name, bases)
+    ]
 
 
 def _with_kinds(

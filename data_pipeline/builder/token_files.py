@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.builder.compression import InvalidRecords, UnreadableRecords
-from data_pipeline.builder.formats import INDEX_SUFFIX
+from data_pipeline.builder.formats import INDEX_SUFFIX, MEGATRON_MAGIC, NUMPY_MAGIC
 from data_pipeline.builder.records import Records, Tell, document_of_tokens
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
@@ -21,17 +21,11 @@ from foundation.files import LARGEST_READ_BYTES, named_errors, open_regular, rea
 
 # The head of an .idx: magic, version, code of the type, numbers of sequences and of documents + 1.
 HEAD = struct.Struct("<9sQBQQ")
-MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+VERSION = 1
 INTEGERS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron's codes
-ARRAY_SUFFIX, NUMPY_MAGIC = ".npy", b"\x93NUMPY"
-# First bytes of what holds no plain numbers; formats.py has the other ones.
-NO_ARRAY = {
-    (20240520).to_bytes(4, "little"): "it has a header of llm.c, 1,024 bytes: remove it",
-    (20240801).to_bytes(4, "little"): "it has a header of llm.c, 1,024 bytes: remove it",
-    MAGIC: "it is an index of Megatron: name its .bin file",
-}
-# The upper halves of ids are below 16 where a vocabulary has less than a million ids.
-FEWEST_PARTS, SMALL = 16, 16
+ARRAY_SUFFIX = ".npy"
+FEWEST_PARTS = 16
+LARGEST_UNSTATED = 1 << 20  # ids of a vocabulary that the settings only name
 BLOCK = 1 << 20  # tokens that are searched for a separator at once
 
 
@@ -39,12 +33,10 @@ def read_megatron(
     source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None]
 ) -> Records:
     """Yield a document for each of the index beside the .bin file."""
-    if source.path.suffix == INDEX_SUFFIX:
-        raise UnreadableRecords("it is an index of Megatron: name its .bin file")
     dtype, lengths, starts, ends = _read_index(source.path.with_suffix(INDEX_SUFFIX))
     _check_type(dtype, source.path, config)
     tokens = _mapped_plain(source.path, dtype)
-    check_width(tokens)
+    check_width(tokens, config)
     last = int((starts + dtype.itemsize * lengths.astype(np.int64)).max(initial=0))
     if last < tokens.nbytes:
         raise InvalidRecords(f"its index ends at byte {last:,}, the file at {tokens.nbytes:,}")
@@ -74,7 +66,14 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
         content = read_regular(path, LARGEST_READ_BYTES)
         magic, version, code, sequences, documents = HEAD.unpack_from(content)
         size = HEAD.size + 12 * sequences + 8 * documents
-        if magic != MAGIC or version != VERSION or code not in INTEGERS or len(content) != size:
+        if magic == MEGATRON_MAGIC and len(content) == size + sequences:
+            raise UnreadableRecords("its index has modes of several media; write one of text")
+        if (
+            magic != MEGATRON_MAGIC
+            or version != VERSION
+            or code not in INTEGERS
+            or len(content) != size
+        ):
             raise ValueError(f"{len(content):,} bytes, version {version}, type {code}")
     except FileNotFoundError:
         raise DataError(
@@ -121,11 +120,7 @@ def _between(tokens: np.ndarray, separator: int) -> Iterator[tuple[int, int]]:
 def _mapped(path: Path, dtype: np.dtype | None, config: CorpusConfig) -> np.ndarray:
     """Return the numbers of a file, in its order: by its own header, or of `dtype`."""
     with named_errors(path), open_regular(path) as file:
-        head = file.read(8)
-        for magic, reason in NO_ARRAY.items():
-            if head.startswith(magic):
-                raise UnreadableRecords(f"{reason}; expected plain numbers")
-        if head.startswith(NUMPY_MAGIC):
+        if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
             tokens = _mapped_numpy(path)
         elif path.suffix.lower() == ARRAY_SUFFIX and dtype is None:
             raise UnreadableRecords(
@@ -134,7 +129,7 @@ def _mapped(path: Path, dtype: np.dtype | None, config: CorpusConfig) -> np.ndar
         else:
             tokens = _mapped_plain(path, dtype or np.dtype("<u2"))
     _check_type(tokens.dtype, path, config)
-    check_width(tokens)
+    check_width(tokens, config)
     return tokens
 
 
@@ -145,7 +140,8 @@ def _mapped_numpy(path: Path) -> np.ndarray:
         raise
     except Exception as error:  # whatever the parser of its head raises
         reason = " ".join(str(error).partition(". ")[0].split())
-        raise InvalidRecords(reason[:100]) from None
+        kind = UnreadableRecords if "object" in reason else InvalidRecords  # whole, but pickled
+        raise kind(reason[:100]) from None
     if not np.issubdtype(array.dtype, np.integer) or array.ndim != 1:
         raise UnreadableRecords(
             f"it holds {array.ndim} dimensions of {array.dtype}, expected one of integers"
@@ -176,17 +172,23 @@ def _check_type(dtype: np.dtype, path: Path, config: CorpusConfig) -> None:
             )
 
 
-def check_width(tokens: np.ndarray) -> None:
-    """Raise UnreadableRecords for what are the halves of wider numbers, most likely."""
+def check_width(tokens: np.ndarray, config: CorpusConfig) -> None:
+    """Raise UnreadableRecords for what are the halves of wider numbers, most likely.
+
+    All but one of the parts of each wider id are as small as the vocabulary allows, mostly 0. Those
+    of events whose every second id has few values are larger.
+    """
+    stated, vocab_size = config.tokenizer.kind == "unknown", config.tokenizer.vocab_size
+    largest = ((vocab_size if stated else LARGEST_UNSTATED) - 1) >> 8 * tokens.itemsize
     first = tokens[: BLOCK - BLOCK % 4]
     for times in (4, 2):
         parts = first[: len(first) - len(first) % times].reshape(-1, times)
         wider = 8 * times * tokens.itemsize
         if len(parts) < FEWEST_PARTS or wider > 64:
             continue
-        # Ids of any byte order, or floats: all but one of the parts are small in every number.
-        if (parts < SMALL).all(0).sum() == times - 1:
+        # Of any byte order, and floats of small numbers.
+        if (parts <= largest).all(0).sum() == times - 1:
             raise UnreadableRecords(
-                f"{times - 1} of {times} numbers are below {SMALL}: they are {wider}-bit numbers "
-                f"read as {tokens.dtype}; set token_dtype to uint{wider}"
+                f"{times - 1} of {times} numbers are at most {largest}: they are {wider}-bit "
+                f"numbers read as {tokens.dtype}; set token_dtype to uint{wider}"
             )

@@ -216,18 +216,23 @@ def list_targets(directory: Path) -> dict[str, Target]:
         archive.addfile(info, io.BytesIO(b"words"))
     index = {"wids_version": 1, "shardlist": [{"url": "a.tar", "nsamples": 1}]}
     (home / "tars" / "shardindex.json").write_text(json.dumps(index))
+    (home / "card").mkdir()
+    (home / "card" / "x.jsonl").write_bytes(write_lines([{"text": "words"}]))
+    card = "---\nconfigs:\n- data_files:\n  - split: train\n    path: '**/*.jsonl'\n---\n"
+    (home / "card" / "README.md").write_text(card)
     settings = {
         "arrow/state.json": {"text_field": "input_ids"},
         "mds of bytes/index.json": {"text_field": "tokens", "token_dtype": "int64"},
         "splits/dataset_dict.json": {"tokenizer": TokenizerConfig(kind="bytes")},
         "tars/shardindex.json": {"tokenizer": TokenizerConfig(kind="bytes")},
+        "card/README.md": {"tokenizer": TokenizerConfig(kind="bytes")},
     }
-    return {
-        f"list: {name}": Target(
-            home, name, partial(_build_of, name.partition("/")[0], **changed), is_protected=False
-        )
-        for name, changed in settings.items()
-    }
+    targets = {}
+    for name, changed in settings.items():
+        read = partial(_build_of, name.partition("/")[0], **changed)
+        form = () if name.endswith(".json") else (None,)
+        targets[f"list: {name}"] = Target(home, name, read, *form, is_protected=False)
+    return targets
 
 
 UNKNOWN = TokenizerConfig(kind="unknown", vocab_size=400, end_id=399)

@@ -4,6 +4,7 @@ input that is not what was listed or promised: one line, and nothing is left of 
 from __future__ import annotations
 
 import base64
+import bz2
 import gzip
 import json
 import os
@@ -403,7 +404,23 @@ def holding(content: bytes) -> Callable[[Path], object]:
         ("x.arrow", lambda path: parquet(path, {"text": ["one"]}), False),
         ("x.jsonl", holding(RECORDS.decode().encode("utf-16")), False),
         ("x.jsonl", holding(b'[{"text": "one"},\n {"text": "two"}]'), False),
+        ("x.jsonl", holding(RECORDS + RECORDS[:-1] + bytes(99)), True),
+        ("x.jsonl", holding(b'{\n "text": "one"\n}\n'), False),
+        ("x.npy", lambda path: np.save(path, np.array([{}]), allow_pickle=True), False),
         ("x.jsonl.gz", holding(b"<!DOCTYPE html>"), True),
+        ("x.jsonl.gz", holding(RECORDS), False),
+        ("x.jsonl.gz", holding(gzip.compress(gzip.compress(RECORDS))), False),
+        ("x.jsonl.gz", holding(bz2.compress(RECORDS)), False),
+        ("x.jsonl", holding(b"SQLite format 3\0" + bytes(range(256))), False),
+        ("x.jsonl", holding(RECORDS.decode().encode("utf-16-le")), False),
+        ("x.jsonl", holding(2 * RECORDS.replace(b"\n", b"\r")), False),
+        ("x.jsonl.gz", holding(gzip.compress(2 * RECORDS.replace(b"\n", b"\r"))), False),
+        ("x.txt", holding(b"%PDF-1.4\n1 0 obj"), False),
+        ("x.txt", holding(b"{\\rtf1\\ansi some text}"), False),
+        ("x.text", holding(b"%!PS-Adobe-3.0\n(some text) show"), False),
+        ("x.warc.wet.gz", holding(gzip.compress(b"WARC/1.0\r\nWARC-Type: conversion")), False),
+        ("x.xml", holding(b"<mediawiki xmlns=''><page>"), False),
+        ("x.idx", holding(b"MMIDIDX\0\0" + bytes(40)), False),
         ("x.parquet", two_columns, False),
         ("x.jsonl.zst", with_dictionary, False),
         ("x.jsonl", lambda path: path.write_text('{"text": "one"}\n{"text": "tw'), True),

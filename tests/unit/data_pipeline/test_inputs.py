@@ -188,6 +188,7 @@ UNUSABLE = [
     ("x.jsonl", lines, b'{"text": "\\ud800"}', "x.jsonl:2"),
     ("x.jsonl", lines, b'{"text": "%s"}' % LONG, "x.jsonl:2"),
     ("x.jsonl", lines, b'{"text": "%s"}' % (LONG * 3000), "x.jsonl:2"),
+    ("x.jsonl", Path.write_bytes, b'{"text": "a"}{"text": "b"}', "x.jsonl:1"),
     ("x.txt", Path.write_bytes, b"ab\xff", "x.txt"),
     ("x.txt", Path.write_bytes, b" \n", "x.txt"),
     ("x.txt", Path.write_bytes, LONG, "x.txt"),
@@ -257,7 +258,7 @@ def test_a_corrupted_archive_is_named_and_never_silently_truncated(tmp_path, suf
 @pytest.mark.parametrize("name", ["x.txt.zst", "x.txt.gz", "x.jsonl.zst"])
 def test_a_small_archive_of_a_huge_text_needs_little_memory(tmp_path, short_documents, name):
     pack = gzip.compress if name.endswith(".gz") else zstandard.compress
-    (tmp_path / name).write_bytes(pack(bytes(128 << 20), 1))
+    (tmp_path / name).write_bytes(pack(b"x" * (128 << 20), 1))
     tracemalloc.start()
     try:
         (rejected,) = read_all(tmp_path)

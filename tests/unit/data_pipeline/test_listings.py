@@ -118,6 +118,40 @@ def shrink(pattern: str) -> Callable[[Path], None]:
     return change
 
 
+def add(name: str) -> Callable[[Path], object]:
+    return lambda folder: write_jsonl(folder / name, [name])
+
+
+def rewrite(name: str, old: str, new: str) -> Callable[[Path], object]:
+    """Put a text in the place of another one in a list."""
+
+    def change(folder: Path) -> None:
+        content = (folder / name).read_text()
+        assert old in content
+        (folder / name).write_text(content.replace(old, new))
+
+    return change
+
+
+def save_card(folder: Path) -> None:
+    """Write a data set of the hub whose splits only its card tells."""
+    for name in ("data/a.jsonl", "data/b.jsonl"):
+        write_jsonl(folder / name, [name])
+    (folder / "README.md").write_text(CARD)
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: default
+  data_files:
+  - {split: train_sft, path: data/*.jsonl}
+  - {split: test_sft, path: [data/z.jsonl, "q/**"]}
+- config_name: other
+  data_files: {train: "other/*", dev: "other/dev*"}
+---
+# Some texts
+"""
 REFUSED = "refused"
 MEGATRON = {"format": "megatron", "tokenizer": IDS}
 ZSTD = {"compression": "zstd"}
@@ -130,6 +164,11 @@ ZSTD = {"compression": "zstd"}
         (save, {}, double("*.arrow", "cache-1f.arrow"), "cache-1f.arrow"),
         (save, {}, lambda f: save(f, shards=1), "data-00002-of-00003.arrow"),
         (save, {}, lambda f: (f / "state.json").write_text("{"), REFUSED),
+        (save, {}, rewrite("state.json", "00001-of", "00000-of"), REFUSED + "lists data-00000-of"),
+        (save, {}, lambda f: (f / "state.json").write_text('{"_data_files": []}'),
+         REFUSED + "state.json lists no files"),
+        (save, {}, rewrite("state.json", '"_data_files"', '"_indices_data_files": [1], "x"'),
+         REFUSED + "/in/state.json has an index of its rows"),
         (save_splits, {}, lambda f: shutil.rmtree(f / "train"), REFUSED),
         (save_splits, {}, lambda f: save(f / "old", TEXTS, 1), "old/data-00000-of-00001.arrow"),
         (save_splits, {}, double("train/*.arrow", "cache-2.arrow"), "not listed in train/"),
@@ -137,6 +176,8 @@ ZSTD = {"compression": "zstd"}
         (save_mds, {}, double("*.mds", "shard.00009.mds"), "shard.00009.mds"),
         (save_mds, {}, shrink("*.mds"), REFUSED),
         (save_mds, {}, lambda f: (f / "index.json").write_text('{"shards": 1}'), REFUSED),
+        (save_mds, {}, rewrite("index.json", "1.mds", "0.mds"), REFUSED + "0.mds 2 times"),
+        (save_mds, {}, rewrite("index.json", '"mds"', '"jsonl"'), REFUSED + "format jsonl"),
         (lambda f: save_mds(f, **ZSTD), {}, lose("*.zstd"), REFUSED),
         (lambda f: save_mds(f, **ZSTD), {}, double("*.zstd", "x.mds.zstd"), "x.mds.zstd"),
         (lambda f: save_mds(f, **ZSTD), {}, shrink("*.zstd"), REFUSED),
@@ -156,6 +197,13 @@ ZSTD = {"compression": "zstd"}
         (save_tars, {}, lose("*.tar"), REFUSED),
         (save_tars, {}, double("*.tar", "c.tar"), "c.tar"),
         (save_tars, {}, replace_tar, REFUSED),
+        (save_card, {}, lambda f: shutil.rmtree(f / "data"), REFUSED),
+        (save_card, {}, double("data/*", "z.jsonl"), "data/z.jsonl"),
+        (save_card, {}, add("q/x/train.jsonl"), "q/x/train.jsonl"),
+        (save_card, {}, add("other/x.jsonl"), "other/x.jsonl"),
+        (save_card, {}, lambda f: (f / "old").symlink_to("data"), "old/a.jsonl"),
+        (save_card, {}, rewrite("README.md", "data/*.jsonl", "data/c*"), REFUSED + "lists data/c*"),
+        (save_card, {}, rewrite("README.md", "- {split", "- {[split"), REFUSED),
     ],
 )  # fmt: skip
 def test_a_data_set_is_what_it_lists_of_itself(tmp_path, make, settings, change, outcome):
@@ -164,11 +212,12 @@ def test_a_data_set_is_what_it_lists_of_itself(tmp_path, make, settings, change,
     make(folder)
     whole, _ = build(folder, **settings)
     change(folder)
-    if outcome is REFUSED:
+    if outcome.startswith(REFUSED):
         with pytest.raises(UserError) as error:
             build(folder, **settings)
         assert str(folder) in str(error.value)
         assert "\n" not in str(error.value)
+        assert outcome.removeprefix(REFUSED) in str(error.value)
         return
     texts, notes = build(folder, **settings)
     assert outcome in "\n".join(notes)
@@ -188,6 +237,8 @@ def test_a_data_set_is_what_it_lists_of_itself(tmp_path, make, settings, change,
         ("train.py test.py", "test.py train.py"),
         ("trains.txt tests.txt latest.txt", "latest.txt tests.txt trains.txt"),
         ("train_sft.jsonl test_sft.jsonl TEST-2.jsonl", "train_sft.jsonl"),
+        ("train.jsonl holdout.jsonl heldout.jsonl held_out.jsonl hold-outs.jsonl", "train.jsonl"),
+        ("trainset.txt testset.txt dev_set.txt development.txt hold.txt", "hold.txt trainset.txt"),
     ],
 )
 def test_validation_and_test_splits_beside_a_training_split_are_no_training_text(
@@ -218,6 +269,32 @@ def test_a_file_in_two_forms_or_versions_is_refused(tmp_path, names):
         write_jsonl(tmp_path / "in" / name, [name])
     with pytest.raises(UserError, match="remove one"):
         build(tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "is_left_out"),
+    [
+        ("SHA256SUMS", f"{'0a' * 32}  a.txt\n{'9F' * 32} *lost.txt\n", True),
+        ("md5sums.txt", f"{'0a' * 16}  a.txt\n", True),
+        ("checksums.sha512", f"SHA512 (a.txt) = {'0a' * 64}\n", True),
+        ("a.txt.md5", "0a" * 16, True),
+        ("MANIFEST", "a.txt\n./b/a.txt\n", True),
+        ("file_list.txt", "3 a.txt\n", True),
+        ("MANIFEST.in", "include a.txt\nprune docs\n", False),
+        ("sha256sums.md", "A list of sums, with their names.\n", False),
+        ("hashes.txt", f"{'0a' * 32} is a hash\n", False),
+        ("lists.txt", "read about all of this in a.txt\n", False),
+        ("list", "", False),
+    ],
+)
+def test_lists_of_files_are_no_text(tmp_path, name, content, is_left_out):
+    folder = array_folder(tmp_path / "in", a_txt=b"text")
+    (folder / name).write_text(content)
+    texts, notes = build(folder)
+    assert sorted(texts) == sorted(["text", *([] if is_left_out or not content else [content])])
+    assert (name in "".join(notes)) == is_left_out
+    if content:  # on demand it is text
+        assert len(build(folder, format="text")[0]) == 2
 
 
 def array_folder(folder: Path, **files: np.ndarray | bytes) -> Path:
@@ -263,6 +340,13 @@ def test_ids_that_are_not_of_the_type_they_are_read_as(tmp_path, content, settin
     folder = array_folder(tmp_path / "in", x_bin=content)
     with pytest.raises(UserError, match=r"x\.bin"):
         build(folder, **{"format": "array", "tokenizer": IDS, **settings})
+
+
+def test_events_whose_every_second_id_is_small_are_no_halves_of_ids(tmp_path):
+    for number, second in enumerate((WIDE % 12, WIDE % 2)):
+        events = np.stack([WIDE, second], 1).astype("<u2")
+        folder = array_folder(tmp_path / str(number), x_bin=events)
+        assert build(folder, format="array", tokenizer=IDS)[0] == ["70"]
 
 
 def test_numpy_arrays_end_where_their_header_says_and_need_one(tmp_path):
