@@ -319,6 +319,9 @@ def test_ranks_of_tiktoken_that_were_cut(folder, tmp_path):
         refuse(path, folder, tokenizer=settings)
     path.write_bytes(b"".join(lines))
     build(folder, tokenizer=settings)
+    model = path.rename(tmp_path / "tokenizer.model")  # as Llama 3 calls it
+    with pytest.raises(ConfigError, match="has ranks only"):
+        build(folder, tokenizer=TokenizerConfig(path=model))
 
 
 def test_after_a_refusal_the_same_command_with_other_settings_builds(folder):
@@ -419,7 +422,7 @@ def holding(content: bytes) -> Callable[[Path], object]:
         ("x.txt", holding(b"{\\rtf1\\ansi some text}"), False),
         ("x.text", holding(b"%!PS-Adobe-3.0\n(some text) show"), False),
         ("x.warc.wet.gz", holding(gzip.compress(b"WARC/1.0\r\nWARC-Type: conversion")), False),
-        ("x.xml", holding(b"<mediawiki xmlns=''><page>"), False),
+        ("x.xml", holding(b"\xef\xbb\xbf<mediawiki xmlns=''><page>"), False),
         ("x.idx", holding(b"MMIDIDX\0\0" + bytes(40)), False),
         ("x.parquet", two_columns, False),
         ("x.jsonl.zst", with_dictionary, False),

@@ -62,7 +62,7 @@ def write_parquet(path: Path, **columns) -> None:
 
 
 def test_a_folder_gives_one_document_per_file_in_the_order_of_names(tmp_path):
-    for name in ("b.txt", "a/z.txt", "a/b.txt", "c.md", ".git/config", "a/.hidden"):
+    for name in ("b.txt", "a/z.txt", "a/b.txt", "c.md", ".git/config", "a/.hidden", "_temporary/x"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     documents = read_all(tmp_path, suffixes=(".txt",))
@@ -466,7 +466,8 @@ def test_a_binary_file_among_many_is_listed_as_unusable_when_it_is_read(tmp_path
 
 def test_files_about_records_are_left_out_and_said(tmp_path):
     write_jsonl(tmp_path / "data" / "x.jsonl", ["one"])
-    for name in ("README.md", "LICENSE", "data/dataset_info.json", "data/_SUCCESS"):
+    mapped = "data/cache-1f2e3d4c5b6a7988.arrow"
+    for name in ("README.md", "LICENSE", "data/dataset_info.json", "data/_SUCCESS", mapped):
         (tmp_path / name).write_text("about")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "README.md").write_text("beside no records")
@@ -474,7 +475,7 @@ def test_files_about_records_are_left_out_and_said(tmp_path):
     assert [record.id for record in read_all(tmp_path, notes=notes)] == ["d0", "other/README.md"]
     (note,) = map(str, notes)
     assert all(name in note for name in (str(tmp_path), "LICENSE", "README.md", "data/_SUCCESS"))
-    assert len(read_all(tmp_path, format="text")) == 6, "on demand all of them are text"
+    assert len(read_all(tmp_path, format="text")) == 7, "on demand all of them are text"
 
 
 def test_a_built_corpus_is_not_built_again(tmp_path):
