@@ -31,7 +31,7 @@ OWN_FLAGS: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain evaluate`."""
     add, tokens = parser.add_argument, size_of("tokens")
-    add("runs", type=run_path, nargs="+", metavar="RUN", help="run, its name in runs/, or export")
+    add("runs", type=run_path, nargs="+", metavar="RUN", help="run, RUN@STEP, or export")
     add("--data", type=Path, help="corpus or its URL (default: the run's; an export needs one)")
     add("--split", default="validation", help="split of the corpus (default %(default)s)")
     add("--memory-length", type=tokens, nargs="+", metavar="N", help="a result for each N tokens")

@@ -28,6 +28,7 @@ from pretrain.evaluation.context_length import (
 )
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
 from pretrain.evaluation.probes.probe_run import ProbeSettings, probe_rows, run_probes
+from pretrain.rundir.run_step import run_step
 from pretrain.scaling.collect import PROBES
 from pretrain.terminal.text import counted
 from pretrain.weights.export import TrainedModel, is_export, load_tokenizer, load_trained
@@ -202,7 +203,7 @@ def _probes(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) ->
     )
     has_corpus = arguments.data or settings.needs_text() or not trained.untrusted
     corpus = _corpus(arguments, trained) if has_corpus else None
-    directory = arguments.output or path
+    directory = arguments.output or run_step(path).run
     if arguments.output and len(arguments.runs) > 1:
         directory /= path.name
     elif not arguments.output and is_export(path):

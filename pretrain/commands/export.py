@@ -12,6 +12,7 @@ from foundation.settings import assert_never
 from pretrain.config.model import ExportFormat
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
+from pretrain.rundir.run_step import run_step
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain export`."""
     add = parser.add_argument
-    add("run", type=run_path, metavar="RUN", help="run (its latest checkpoint), or its name")
+    add("run", type=run_path, metavar="RUN", help="run, its name, or RUN@STEP")
     add("--output", type=Path, required=True, metavar="DIR", help="new directory for the export")
     add("--data", type=Path, help="corpus whose tokenizer is exported (default: the run's)")
     add("--ema", action="store_true", help="export the weight EMA, if the run has one")
@@ -54,14 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _write_huggingface(
     arguments: argparse.Namespace, trained: TrainedModel, tokenizer: Tokenizer
 ) -> None:
-    from pretrain.rundir.metrics_file import summarize_file
     from pretrain.weights.export import is_export
     from pretrain.weights.huggingface.export import write_huggingface
     from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
 
     evaluation = None
     if not is_export(arguments.run):
-        evaluation = summarize_file(RunDir.open(arguments.run).metrics).evaluation
+        lines = RunDir.open(run_step(arguments.run).run).read_metrics()
+        until = [x for x in lines if x["kind"] == "evaluation" and x["step"] <= trained.step]
+        evaluation = until[-1] if until else None
     write_huggingface(arguments.output, trained, tokenizer, evaluation)
     if tokenizer_files(tokenizer) is None:
         print(

@@ -25,7 +25,7 @@ _LARGEST_PROMPT_BYTES = 1 << 28
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain generate`."""
     add, tokens = parser.add_argument, size_of("tokens")
-    add("run", type=run_path, metavar="RUN", help="run, its name in runs/, or export")
+    add("run", type=run_path, metavar="RUN", help="run, RUN@STEP, its name in runs/, or export")
     prompt = parser.add_mutually_exclusive_group().add_argument
     prompt("--prompt", default="", help="text to continue (default: start a document)")
     prompt("--prompt-file", type=Path, metavar="FILE", help="its file; - is the standard input")

@@ -48,9 +48,10 @@ from foundation.ownership import is_of_another_user
 from foundation.paths import path_text, url_of
 from foundation.settings import parse_config
 from foundation.typed_values import Count, Sha256, from_tree, json_text, one_of, to_tree
+from pretrain.checkpoint.directory import step_directory
 from pretrain.checkpoint.load import load_weights
 from pretrain.checkpoint.pieces import open_tensors
-from pretrain.checkpoint.verify import latest_valid
+from pretrain.checkpoint.verify import latest_valid, verify_and_keep
 from pretrain.config.engine import Attention, attention_in
 from pretrain.config.model import ModelConfig, Precision
 from pretrain.config.phases import run_at
@@ -64,7 +65,8 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.run_paths import EXPORTED_WEIGHTS, run_path
+from pretrain.rundir.run_paths import EXPORTED_WEIGHTS
+from pretrain.rundir.run_step import run_step
 
 FORMAT = 2
 WEIGHTS = EXPORTED_WEIGHTS
@@ -391,7 +393,7 @@ def load_trained(
 ) -> TrainedModel:
     """Load an export, or the latest valid checkpoint of a run; by default onto a GPU, if any.
 
-    A run is given as its directory, or as its name in runs/.
+    A run is given as its directory, or as its name in runs/, with `@STEP` for another checkpoint.
 
     `say` gets the name of each corrupted checkpoint that is skipped. `ema` selects the weight EMA;
     an export has it if it was made from it. `model_settings` replace settings of training and must
@@ -399,7 +401,6 @@ def load_trained(
     and activations: by default the run's on a GPU, float32 on a CPU.
     """
     run, device = Path(run), device or inference_device()
-    run = run if is_export(run) else run_path(run)
     if is_export(run):
         if ema:
             raise ConfigError(
@@ -410,8 +411,9 @@ def load_trained(
         whose = f"{run} is an export"
         module = _placed(module, config, device, precision)
         return TrainedModel(module, config, step, run, own, whose)
-    run_dir = RunDir.open(run)
-    found = latest_valid(run_dir.checkpoints, say)
+    run, step = run_step(run)
+    root = (run_dir := RunDir.open(run)).checkpoints
+    found = verify_and_keep(step_directory(root, step)) if step else latest_valid(root, say)
     if found is None:
         raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is saved")
     config = with_model_settings(run_dir.config, model_settings)

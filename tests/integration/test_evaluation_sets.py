@@ -95,6 +95,21 @@ def test_every_set_has_the_loss_that_evaluate_measures_of_validation(places, tra
         assert lines[-1][f"bits_per_byte/{name}"] == pytest.approx(alone["bits_per_byte"], rel=1e-5)
 
 
+def test_an_older_checkpoint_is_evaluated_and_exported_by_its_step(trained, tmp_path, capsys):
+    measured, run = evaluations_of(trained), str(trained.path)
+    for name, line in ((f"{run}@2", measured[0]), (f"{run}@last", measured[1])):
+        limit = ["--max-tokens", str(int(line["tokens"])), "--json"]
+        assert main(["evaluate", name, *limit]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["step"], answer["results"][0]["loss"]) == (
+            line["step"], pytest.approx(line["loss"], rel=1e-5),
+        )  # fmt: skip
+    assert main(["export", f"{run}@2", "--output", str(tmp_path / "export")]) == 0
+    assert "after step 2" in capsys.readouterr().out
+    assert main(["generate", f"{run}@3"]) == 2
+    assert "name one of its steps: 2, 4" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def resumed(places: dict[str, Path]) -> RunDir:
     """A run with one set more to step 2, resumed with another one instead."""
