@@ -100,7 +100,7 @@ class Program:
             print(self.usage())
             return 0
         if name == "--version":
-            print(f"{self.name} {versions(self.libraries)}")
+            print(f"{self.name} {versions(self.libraries)}\nto cite it: CITATION.cff of its source")
             return 0
         if name == "--complete":  # called by a shell, which says in COMP_LINE what is typed
             line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", 1 << 20))]

@@ -248,6 +248,9 @@ def suggestion(schema: Any, root: Any, where: Sequence[str], name: str) -> str:
 
     It names the settings that are called so in other sections, or else a close name.
     """
+    if "." in name:
+        nested = name.replace(".", ": {") + ": ..." + "}" * name.count(".")
+        return f"; in a file, write sections inside each other: {nested}"
     plain = [setting for setting in settings_of(root) if "[]" not in setting.name]
     inside = [setting for setting in plain if setting.name.startswith(".".join((*where, "")))]
     same = [setting.name for setting in inside if setting.leaf == name]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
-from foundation.cli import Answer, add_experiment, add_json
+from foundation.cli import Answer, add_experiment, add_json, check_least
 from foundation.settings import load_config
+from foundation.sizes import size_of
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
 from pretrain.config.resolve import resolve_if_built
 from pretrain.config.run import RunConfig
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_hardware_arguments(parser)
     add = parser.add_argument
     add("--mfu", type=float, help="assumed utilization of the peak (default 0.35, on a CPU 0.25)")
+    add("--tokens", type=size_of("tokens"), metavar="N", help="train on N tokens, not optim.steps")
     add_json(parser)
 
 
@@ -32,6 +35,10 @@ def run(arguments: argparse.Namespace) -> Answer:
     config = load_config(RunConfig, path, arguments.overrides)
     if is_run and not any(override.startswith("data.") for override in arguments.overrides):
         refuse_foreign_urls(path, config)
+    if arguments.tokens is not None:
+        check_least(arguments, 1, "tokens")
+        steps = max(1, round(arguments.tokens / config.tokens_per_step))
+        config = replace(config, optim=replace(config.optim, steps=steps))
     hardware = hardware_of(arguments)
     config = resolve_if_built(config)
     if config.initial_weights is not None and not is_run:

@@ -157,6 +157,22 @@ def test_as_many_ranks_are_described_as_the_launcher_starts(path, capsys):
     assert f"{2 * tasks} ranks" in said.splitlines()[0]
 
 
+def test_tokens_that_are_asked_for_become_steps(capsys):
+    said = said_of(capsys, str(MODELS / "xl_modern_10m.yaml"), "--tokens", "1B", "data.lanes=16")
+    steps = round(
+        1e9
+        / load_config(RunConfig, MODELS / "xl_modern_10m.yaml", ["data.lanes=16"]).tokens_per_step
+    )
+    assert f"({steps:,} steps, " in said
+    assert main(["describe", str(MODELS / "xl_modern_10m.yaml"), "--tokens", "0"]) == 2
+
+
+def test_dotted_names_in_a_file_are_answered_with_sections(tmp_path, capsys):
+    (tmp_path / "dotted.yaml").write_text("optim.schedule.warmup_steps: 3\n")
+    assert main(["describe", str(tmp_path / "dotted.yaml")]) == 2
+    assert "optim: {schedule: {warmup_steps: ...}}" in capsys.readouterr().err
+
+
 def test_a_run_directory_is_described_as_its_experiment(tmp_path, capsys):
     experiment = str(MODELS / "enwik8-base.yaml")
     RunDir.create(tmp_path / "run", load_config(RunConfig, Path(experiment)))
