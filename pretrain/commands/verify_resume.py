@@ -63,8 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if _is_elastic(arguments) and config.engine.number_format != "fp32":
         raise ConfigError(
             f"engine.precision={config.engine.precision}: with --resume-ranks or --resume-zero "
-            f"losses must agree to {ELASTIC_TOLERANCE:g}, which only fp32 does; add "
-            "engine.precision=fp32"
+            f"losses must agree to {ELASTIC_TOLERANCE:g}; add engine.precision=fp32"
         )
     work = arguments.work_dir or Path(tempfile.mkdtemp(prefix="verify-resume-"))
     try:
@@ -72,14 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if arguments.work_dir is None:
             shutil.rmtree(work, ignore_errors=True)
-    if problems:
-        from pretrain.rundir.compare_runs import difference_lines
+    from pretrain.rundir.compare_runs import STATE_TOLERANCE, difference_lines
 
+    if problems:
         print(f"different: {len(problems)} differences\n{difference_lines(problems)}")
         return EXIT_DIFFERENT
     if _is_elastic(arguments):
-        from pretrain.rundir.compare_runs import STATE_TOLERANCE
-
         print(
             f"agree: {arguments.steps} losses to {ELASTIC_TOLERANCE:g}; weights, moments, averages "
             f"and memories to {STATE_TOLERANCE:g} of their length; steps, tokens and lane cursors "
@@ -145,14 +142,17 @@ def _resume_ranks(arguments: argparse.Namespace) -> int:
 
 
 def settings_of_check(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
-    """Return the user's settings, made as short as this check."""
+    """Return the user's settings, made as short as this check; a cut warm-up keeps its slope."""
     schedule = config.optim.schedule
+    warmup = min(schedule.warmup_steps, arguments.steps // 2)
+    rate = config.optim.learning_rate * (warmup or 1) / (schedule.warmup_steps or 1)
     return [
         "evaluation.max_tokens=2000",
         *arguments.overrides,
         *(["engine.precision=fp32"] if _is_elastic(arguments) else []),  # what auto may not be
         f"optim.steps={arguments.steps}",
-        f"optim.schedule.warmup_steps={min(schedule.warmup_steps, arguments.steps // 2)}",
+        f"optim.learning_rate={rate}",  # Adam makes updates of this size of what rounding changes
+        f"optim.schedule.warmup_steps={warmup}",
         f"optim.schedule.decay_steps={min(schedule.decay_steps, arguments.steps // 2)}",
         # The last checkpoint before the kill is one step older, so that a step is repeated.
         f"checkpoint.interval={max(1, arguments.kill_at - 1)}",

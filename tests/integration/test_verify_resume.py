@@ -18,19 +18,19 @@ from tests.integration.test_checkpoint_failures import SETTINGS
 
 @pytest.mark.slow
 def test_a_run_resumes_with_more_ranks_within_rounding(tiny_corpus, tmp_path, capsys, monkeypatch):
-    experiment = tmp_path / "tiny.yaml"
-    warmup = "optim: {schedule: {warmup_steps: 100}}\n"  # longer than the run
+    experiment, work = tmp_path / "tiny.yaml", tmp_path / "work"
+    warmup = "optim: {schedule: {warmup_steps: 100}, learning_rate: 0.1}\n"  # longer than the run
     experiment.write_text(f"data: {{path: {tiny_corpus}}}\n{warmup}")
     settings = [each for each in SETTINGS if not each.startswith("optim.steps")]
     settings += ["model.layer_kinds=[deltanet, attention]", "model.memory_tokens=1"]
     settings += ["optim.gradient_segments=2", "model.isolate_documents=true"]
-    options = ["--steps=6", "--kill-at=4", "--ranks=1", "--resume-ranks=2"]
-    options.append(f"--work-dir={tmp_path / 'work'}")
+    options = ["--steps=6", "--kill-at=4", "--ranks=1", "--resume-ranks=2", f"--work-dir={work}"]
     assert main(["verify-resume", str(experiment), *options, *settings]) == 0, capsys.readouterr()
     said = capsys.readouterr().out
-    assert re.search(r"checkpoint \S+ step 3\b", said)
-    assert re.search("agree: 6 .* 1e-05", said)
-    runs = [RunDir(tmp_path / "work" / name) for name in ("uninterrupted", "killed")]
+    assert re.search(r"(?s)checkpoint \S+ step 3\b.*agree: 6 .* 1e-05", said)
+    runs = [RunDir(work / name) for name in ("uninterrupted", "killed")]
+    rates = [line["learning_rate"] for line in runs[0].read_metrics() if line["kind"] == "train"]
+    assert rates[:3] == pytest.approx([0.001, 0.002, 0.003]), "as in the run's own first steps"
     monkeypatch.setattr(compare_runs, "STATE_TOLERANCE", 1e-12)
     problems = "\n".join(compare_runs.run_differences(*runs, step=6, tolerance=1e-5))
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
