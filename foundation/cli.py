@@ -198,12 +198,12 @@ def add_prefix(parser: argparse.ArgumentParser) -> None:
 def add_experiment(parser: argparse.ArgumentParser, words: str = "experiment file (YAML)") -> None:
     """Define the arguments `experiment` and `overrides`."""
     parser.add_argument("experiment", type=Path, metavar="EXPERIMENT", help=words)
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar=_OVERRIDES,
-        help="settings that override the file's, such as model.dropout=0.1",
-    )
+    add_overrides(parser, "settings that override the file's, such as model.dropout=0.1")
+
+
+def add_overrides(parser: argparse.ArgumentParser, words: str) -> None:
+    """Define the argument `overrides`."""
+    parser.add_argument("overrides", nargs="*", metavar=_OVERRIDES, help=words)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

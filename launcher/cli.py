@@ -30,6 +30,10 @@ COMMANDS = {
         "show the log of a run's ranks, also as it grows, or only errors",
     ),
     "cancel": ("launcher.commands.cancel", "stop a run, after a last checkpoint if there is time"),
+    "signal": (
+        "launcher.commands.cancel:signal",
+        "ask a run that trains for a checkpoint, an evaluation, or to save and stop",
+    ),
     "resume": (
         "launcher.commands.resume",
         "continue a run as it was started: in a new Slurm job, or here",

@@ -40,7 +40,7 @@ def train_here(
     existed = run_dir.path.exists()
     refuse_foreign_run(run_dir.path)
     # Before any rank starts: what is refused must leave no failed attempt in the ledger.
-    if is_done_already(run_dir, with_absolute_paths(config)) and from_step is None:
+    if is_done_already(run_dir, with_absolute_paths(config), from_step):
         _log.info(
             "%s is done; to train further, give it more optim.steps; for another run, name=NEW",
             run_dir.path,

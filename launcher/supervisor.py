@@ -275,10 +275,13 @@ def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
     return is_over and latest_step(run_dir.checkpoints) >= config.optim.steps
 
 
-def is_done_already(run_dir: RunDir, config: RunConfig) -> bool:
-    """Return whether the directory holds this run, complete. Raises ConfigError for another run."""
+def is_done_already(run_dir: RunDir, config: RunConfig, from_step: int | None = None) -> bool:
+    """Return whether the directory holds this run, complete. Raises ConfigError for another run.
+
+    From a step that is asked for, there is something to do.
+    """
     if not run_dir.exists():
         run_dir.refuse_other_files()
         return False
-    RunDir.open(run_dir.path).refuse_other_run(config)
-    return is_complete(run_dir, config)
+    RunDir.open(run_dir.path).refuse_other_run(config, from_step)
+    return from_step is None and is_complete(run_dir, config)

@@ -33,7 +33,7 @@ from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.costs.flops import run_cost
 from pretrain.processes.local_ranks import RankGroup, describe_failure
 from pretrain.reporting.results import differing_settings
-from pretrain.rundir.branch import begin_branch
+from pretrain.rundir.branch import begin_cell
 from pretrain.rundir.events import Submitted
 from pretrain.rundir.exit_statuses import EXIT_STOPPED, describe_exit
 from pretrain.rundir.ownership import make_run_directory, refuse_foreign_run
@@ -117,7 +117,7 @@ def can_begin(cell: CellRun, runs: Path) -> bool:
     source, step = cell.cell.starts_from, cell.cell.starts_at
     try:
         if source:
-            begin_branch(cell.config, runs / cell.cell.name, runs / source, step)
+            begin_cell(cell.config, runs / cell.cell.name, runs / source, step)
     except (UserError, OSError) as error:
         print(f"{cell.cell.name}: {error}", file=sys.stderr, flush=True)
         return False

@@ -22,6 +22,10 @@ COMMANDS = {
         "pretrain.commands.train",
         "train or resume a run as one rank; 'launcher local' starts several",
     ),
+    "branch": (
+        "pretrain.commands.branch",
+        "begin a new run with a checkpoint of another one, with other settings from there on",
+    ),
     "evaluate": (
         "pretrain.commands.evaluate",
         "measure loss at any memory length, and how far back models use context",

@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,9 +39,11 @@ from pretrain.checkpoint.storage_retry import StorageRetry, with_retries
 from pretrain.checkpoint.verify import latest_step
 from pretrain.config.evaluation_sets import check_same_sets, hashes_of_sets, splits_of_sets
 from pretrain.config.phases import (
-    describe_phase,
+    SettingChange,
+    describe_border,
     lane_seed_at,
     mixture_setting,
+    next_border,
     run_at,
     runs_of_phases,
 )
@@ -82,12 +85,21 @@ from pretrain.recovery.rewind import (
     segments_consumed,
     skip_windows,
 )
-from pretrain.recovery.start_record import checked_data, record_start, report_rate
-from pretrain.recovery.stop_requests import StopRequest
+from pretrain.recovery.start_record import checked_data, record_start
+from pretrain.recovery.stop_requests import StopRequest, UserRequests
 from pretrain.rundir.attempt_files import trace_prefix
-from pretrain.rundir.events import Mirrored, Outcome, Published, ResumeFrom, Spike, TrainingEnded
+from pretrain.rundir.events import (
+    ASK,
+    Mirrored,
+    Outcome,
+    Published,
+    ResumeFrom,
+    Spike,
+    TrainingEnded,
+)
 from pretrain.rundir.exit_statuses import EXIT_OUT_OF_MEMORY, EXIT_STOPPED
 from pretrain.rundir.heartbeat import Heartbeat
+from pretrain.rundir.history import setting_changes
 from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
@@ -161,7 +173,7 @@ def _continues(process: RankProcess, ended: Ended) -> bool:
             return process.world.world_size == 1
         case Outcome.DIVERGED:
             assert ended.spike is not None
-            past = read_on_main(process.world, process.run_dir.past, Past)
+            past = _past(process)
             rewind(process.config, process.run_dir, process.world, ended.spike, past)
             return True
         case _:
@@ -184,7 +196,7 @@ def _rank_process(
     own = Heartbeat(beats, world.rank, seconds, local_rank=world.local_rank)
     heartbeat = heartbeat or own
     heartbeat.final_report = lambda: write_last_collectives(logs, world.rank, os.environ)
-    token, data = os.environ.get(VARIABLE), {}
+    token, data, take_requests = os.environ.get(VARIABLE), {}, set[str]
     with contextlib.ExitStack() as stack:
         stop = StopRequest()  # before anything waits for storage
         stack.callback(stop.restore_handlers)
@@ -199,6 +211,9 @@ def _rank_process(
                     run_dir.refuse_other_files()  # before the lock puts a file there
                     check_initial_weights(config)
                 stack.enter_context(run_dir.locked(is_fenced=token is not None))
+                requests = UserRequests(run_dir.ledger)
+                stack.callback(signal.signal, ASK, requests.previous)
+                take_requests = requests.take
                 RunDir.create_or_resume(directory, config)
                 if from_step is not None:
                     run_dir.ask_to_resume_from(from_step)
@@ -215,7 +230,9 @@ def _rank_process(
             stack.enter_context(heartbeat)
         else:
             stack.push(heartbeat)
-        yield RankProcess(config, run_dir, world, fence, stop, fault, heartbeat, data, copy)
+        yield RankProcess(
+            config, run_dir, world, fence, stop, take_requests, fault, heartbeat, data, copy
+        )
 
 
 def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> Ended:
@@ -225,7 +242,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
     """
     run_dir, world = process.run_dir, process.world
     set_determinism(process.config, world.device)  # an error in a backward pass may leave it strict
-    past = read_on_main(world, run_dir.past, Past)
+    past = _past(process)
 
     def tell(step: int, where: Destination) -> None:
         event = Published(step=step, attempt=token, destination=where)
@@ -242,7 +259,13 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
             run_dir.ledger.append_if_possible(ResumeFrom())
         raise
     step = checkpoint.step if checkpoint else 0
-    config = run_at(process.config, step)
+    with raise_on_all_ranks():
+        if world.is_main:
+            run_dir.change_settings(process.config, step)
+    changes = read_on_main(
+        world, lambda: setting_changes(run_dir.ledger.read()), list[SettingChange]
+    )
+    config = run_at(process.config, step, changes)
     config = with_fitting_micro_batch(config, world.world_size, past.shortages)
     try:
         # A mirror has what the run directory has: no local checkpoints.
@@ -256,7 +279,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
         ):
             try:
                 outcome = _train_from(
-                    engine, checkpoint, process, config, past, disk, mirror, local
+                    engine, checkpoint, process, config, past, disk, mirror, local, changes
                 )
             except (RuntimeError, MemoryError) as error:
                 if world.world_size > 1:  # what closes the engine could wait for the others
@@ -279,6 +302,11 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
         if not record_out_of_memory(config, run_dir, world, error):
             raise
         return Ended(Outcome.OUT_OF_MEMORY)
+
+
+def _past(process: RankProcess) -> Past:
+    mirror = process.config.checkpoint.mirror
+    return read_on_main(process.world, lambda: process.run_dir.past(mirror), Past)
 
 
 def _mirror(
@@ -305,8 +333,9 @@ def _train_from(
     disk: Disk,
     mirror: Mirror,
     local: LocalCheckpoints,
+    changes: Sequence[SettingChange],
 ) -> Outcome:
-    """Build what the loop works with and run it; `config` is the run in the current phase."""
+    """Build what the loop works with and run it; `config` is the run at the present step."""
     run_dir, world = process.run_dir, process.world
     engine = with_fault(engine, process.fault)
     checkpointer = Checkpointer(config, disk, world, run_dir.retry, mirror.held)
@@ -319,7 +348,6 @@ def _train_from(
     is_local = checkpoint is not None and checkpoint.is_local
     before = past.environment
     record_start(run_dir, world, config, state.step, process.data, where, before, is_local)
-    report_rate(config, run_dir, world, state.step)
     windows = inherited_windows(past, world, state.step)
     lane_seed = lane_seed_at(config, state.step)
     stream = _open_lanes(process, config, state)
@@ -332,6 +360,7 @@ def _train_from(
         )
         parts = Parts(
             config=config,
+            border=next_border(process.config, state.step, changes),
             engine=engine,
             state=state,
             batches=prefetcher,
@@ -370,7 +399,7 @@ def _train_from(
             elif outcome is Outcome.STOPPED:
                 logger.info("stopped and saved; rerun the command to resume")
             else:
-                logger.info(describe_phase(config, state.step))
+                logger.info(describe_border(process.config, state.step, changes))
     return outcome
 
 

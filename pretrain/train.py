@@ -14,7 +14,7 @@ from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.local_checkpoints import LocalCheckpoints
 from pretrain.checkpoint.mirror import Mirror
 from pretrain.checkpoint.replicas import NonFiniteError
-from pretrain.config.phases import starts_phase
+from pretrain.checkpoint.verify import latest_step
 from pretrain.config.run import RunConfig
 from pretrain.distributed.world import World
 from pretrain.engines.engine import Engine
@@ -26,6 +26,7 @@ from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.faults import Fault
 from pretrain.recovery.rewind import SpikeMonitor
 from pretrain.recovery.stop_requests import Agreement, StopRequest, StopRequested
+from pretrain.rundir.changed_settings import lower_rate
 from pretrain.rundir.events import Outcome, Spike
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.lock import Fence
@@ -37,11 +38,12 @@ from pretrain.state import TrainState, memories_without
 class RankProcess:
     """What a rank keeps for the life of its process, across restarts of the run inside it."""
 
-    config: RunConfig  # with all phases, as the user wrote it
+    config: RunConfig  # the latest, with all phases, as the user wrote it
     run_dir: RunDir
     world: World
     fence: Fence
     stop: StopRequest
+    take_requests: Callable[[], set[str]]  # of users; on rank 0
     fault: Fault
     heartbeat: Heartbeat
     data: Mapping[str, Any]  # facts about the corpora for the ledger; on rank 0 only
@@ -52,7 +54,8 @@ class RankProcess:
 class Parts:
     """What each start builds from the latest checkpoint, and the next start replaces."""
 
-    config: RunConfig  # in the current phase, with a micro-batch that fits
+    config: RunConfig  # at the present step, with a micro-batch that fits
+    border: int  # the step at which other settings begin, or the run's last one
     engine: Engine
     state: TrainState
     batches: Iterator[SegmentBatch]
@@ -73,9 +76,10 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
     config, state, engine = parts.config, parts.state, parts.engine
     checkpointer, metrics = parts.checkpointer, parts.metrics
     offload = MemoryOffload(process.world.device, config.engine.offload_memories)
-    if state.step < config.optim.steps and not _complete_evaluation(parts, process):
+    steps = process.config.optim.steps
+    if state.step < steps and not _complete_evaluation(parts, process):
         return Outcome.STOPPED
-    while state.step < config.optim.steps:
+    while state.step < steps:
         # Run forward and backward slot by slot. A slot is a fixed group of lanes, so it continues
         # with the memory that it returned in the last step.
         batch = next(parts.batches)
@@ -86,7 +90,7 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
         # Among thousands of ranks the exchange of flags can take longer than the update. With more
         # than one rank it therefore runs in a thread while the last micro-batch computes; a stop
         # signal that arrives meanwhile takes effect one step later.
-        answer = process.stop.ask(partial(_own_flags, parts))
+        answer = process.stop.ask(partial(_own_flags, parts, process))
         _forward_backward(parts, offload, *last)
 
         # Update the weights in place. A save in progress must have copied the old ones before.
@@ -111,12 +115,11 @@ def train(parts: Parts, process: RankProcess) -> Outcome:
         parts.mirror.agree(agreed.upload, checkpointer.last_step)
         if agreed.save_failed:
             checkpointer.finish()  # a collective: gives up the save; `save_again` starts another
-        outcome = _outcome_at(config, state.step, agreed.stop)
-        saving = (
-            outcome is not None or agreed.save_again or state.step % config.checkpoint.interval == 0
-        )
+        outcome = _outcome_at(state.step, parts.border, steps, agreed.stop)
+        asked = agreed.save or agreed.save_again
+        saving = outcome is not None or asked or state.step % config.checkpoint.interval == 0
         saves_locally = not saving and parts.local.is_due(state.step)
-        evaluates = _evaluates_after(config, state.step)
+        evaluates = agreed.evaluate or _evaluates_after(config, state.step)
         if saving or saves_locally or evaluates or state.step % config.metrics.interval == 0:
             offload.wait()
             # Check the losses first: a checkpoint of a spike would be resumed from.
@@ -152,23 +155,25 @@ def _forward_backward(parts: Parts, offload: MemoryOffload, slot: int, part: Seg
     parts.metrics.add_loss(loss)
 
 
-def _own_flags(parts: Parts) -> Agreement:
-    """Return this rank's flags for saves and uploads; `StopRequest.ask` adds the stop flag."""
-    saves = parts.checkpointer
+def _own_flags(parts: Parts, process: RankProcess) -> Agreement:
+    """Return this rank's flags for saves, uploads and requests; `StopRequest.ask` adds stops."""
+    saves, requests = parts.checkpointer, process.take_requests()
     return Agreement(
+        save="save" in requests,
+        evaluate="evaluate" in requests,
         save_failed=saves.has_failed,
         save_again=saves.is_to_try_again,
         upload=parts.mirror.is_due(saves.published_step),
     )
 
 
-def _outcome_at(config: RunConfig, step: int, stopping: bool) -> Outcome | None:
-    """Return how the loop ends after this step; None if it continues."""
-    if step == config.optim.steps:
+def _outcome_at(step: int, border: int, steps: int, stopping: bool) -> Outcome | None:
+    """Return how the loop ends after this step of `steps`; None if it continues."""
+    if step == steps:
         return Outcome.FINISHED
     if stopping:
         return Outcome.STOPPED
-    return Outcome.PHASE_FINISHED if starts_phase(config, step) else None
+    return Outcome.PHASE_FINISHED if step == border else None
 
 
 def _evaluates_after(config: RunConfig, step: int) -> bool:
@@ -191,9 +196,11 @@ def _evaluate(parts: Parts, process: RankProcess) -> bool:
     parts.metrics.write_evaluation(step, evaluation)
     if step == parts.config.optim.steps and not math.isfinite(evaluation["loss"]):
         spike = Spike(step, step, problem="the validation loss is not finite")
+        before = latest_step(process.run_dir.checkpoints, step)
+        advice = lower_rate(process.config, process.run_dir.path, before)
         parts.spike_monitor.give_up(
             spike, "so the run is not finished; its weights are finite: evaluate them with "
-            "engine.precision=fp32, or lower optim.learning_rate",
+            f"engine.precision=fp32, or {advice}",
         )  # fmt: skip
     return True
 
@@ -235,5 +242,5 @@ def _save(parts: Parts, process: RankProcess, outcome: Outcome | None) -> None:
     if outcome is not None:
         # No next step will exchange flags, so agree on the upload here. It runs during the last
         # evaluation; the next phase continues it, and after a stop the run waits for it (`run.py`).
-        agreed = _own_flags(parts).agreed()
+        agreed = _own_flags(parts, process).agreed()
         parts.mirror.agree(agreed.upload, parts.checkpointer.last_step)

@@ -1,4 +1,4 @@
-"""`launcher cancel`: stop a run, after a last checkpoint if there is time for one."""
+"""`launcher cancel` and `launcher signal`: what a user asks of a run that waits or trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foundation.errors import ConfigError, UserError, os_error_text, shown
 from launcher.run_state import RunState, read_states
 from launcher.run_status import State
 from launcher.slurm.client import QueuedJob, Slurm
-from pretrain.rundir.events import Canceled
+from pretrain.rundir.events import ASK, Canceled, Requested
 from pretrain.rundir.lock import Lock
 from pretrain.rundir.ownership import refuse_foreign_run, refuse_links
 from pretrain.rundir.run_dir import RunDir
@@ -27,36 +27,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
 
 
+def add_signal_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line of `launcher signal`."""
+    add_arguments(parser)
+    parser.add_argument(
+        "request",
+        choices=("save", "stop", "evaluate"),
+        help="save or evaluate after this step and train on, or save and stop",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 when nothing of the run is running any more."""
-    (state,) = read_states([arguments.run])
-    run_dir = RunDir(arguments.run)
-    refuse_links(run_dir.path)
-    refuse_foreign_run(run_dir.path)
-    slurm = Slurm()
-    if state.job and (live := [job for job in slurm.jobs([state.job]) if job.is_live]):
-        refuse_other_jobs(live, state.work_dirs)
+    run_dir, slurm = RunDir(arguments.run), Slurm()
+    state, job = _own_state(run_dir, slurm)
+    if job:
         try:  # before Slurm: what the job's ranks write while they end comes after this event
-            run_dir.ledger.append(Canceled(job=state.job, step=state.step))
+            run_dir.ledger.append(Canceled(job=job, step=state.step))
         except OSError as error:  # a run that waits for its storage can be canceled
             print(f"warning: not in the ledger: {os_error_text(error)}", file=sys.stderr)
-        slurm.cancel(state.job)
-        print(f"job {state.job} is canceled; {_way_back(state)}")
+        slurm.cancel(job)
+        print(f"job {job} is canceled; {_way_back(state)}")
         return 0
-    locks = run_dir.locks()
-    holder = next((lock for lock in locks if lock.is_held), None)
-    if holder is None:
-        elsewhere = [lock for lock in locks if lock.is_held is None]
-        if state.state is State.RUNNING and elsewhere:
-            pid, hostname = elsewhere[0].pid, elsewhere[0].hostname
-            raise ConfigError(
-                f"{run_dir.path} is run by process {pid} on {hostname}; cancel it there"
-            )
-        raise ConfigError(
-            f"{run_dir.path} is not running ({state.description}); there is nothing to cancel"
-        )
+    holder = _holders(run_dir, state)[0]
     print(f"asking process {holder.pid} to save and stop", flush=True)
-    _ask_to_stop(run_dir, holder)
+    _send(run_dir, holder, signal.SIGTERM)
     deadline = time.monotonic() + _WAIT_SECONDS
     while any(lock.is_held for lock in run_dir.locks()):
         if time.monotonic() > deadline:
@@ -67,6 +62,48 @@ def run(arguments: argparse.Namespace) -> int:
     (state,) = read_states([arguments.run])
     print(f"{state.description}; {_way_back(state)}")
     return 0
+
+
+def run_signal(arguments: argparse.Namespace) -> int:
+    """Return 0 when the run has been asked; it answers after the step in progress."""
+    run_dir, slurm, asks_to_stop = RunDir(arguments.run), Slurm(), arguments.request == "stop"
+    state, job = _own_state(run_dir, slurm)
+    holders = [] if job else _holders(run_dir, state)
+    if state.state is not State.RUNNING and (job or not asks_to_stop):
+        raise ConfigError(
+            f"{run_dir.path} does not train ({state.description}); wait, or 'launcher cancel'"
+        )
+    if not asks_to_stop:
+        run_dir.ledger.append(Requested(request=arguments.request))
+    if job:
+        slurm.stop(job) if asks_to_stop else slurm.ask(job, ASK)
+    else:  # the supervisor, or rank 0, which takes its lock last
+        _send(run_dir, *((holders[0], signal.SIGTERM) if asks_to_stop else (holders[-1], ASK)))
+    way_back = f"; {_way_back(state)}" if asks_to_stop else ""
+    print(f"asked {run_dir.path} to {arguments.request}{way_back}")
+    return 0
+
+
+def _own_state(run_dir: RunDir, slurm: Slurm) -> tuple[RunState, str]:
+    """Return the state of this user's run, and its job that waits or runs, if one does."""
+    (state,) = read_states([run_dir.path])
+    refuse_links(run_dir.path)
+    refuse_foreign_run(run_dir.path)
+    live = [job for job in slurm.jobs([state.job] if state.job else []) if job.is_live]
+    refuse_other_jobs(live, state.work_dirs)
+    return state, state.job if state.job and live else ""
+
+
+def _holders(run_dir: RunDir, state: RunState) -> list[Lock]:
+    """Return who holds the run's locks on this host, its supervisor first."""
+    locks = run_dir.locks()
+    if holders := [lock for lock in locks if lock.is_held]:
+        return holders
+    elsewhere = [lock for lock in locks if lock.is_held is None]
+    if state.state is State.RUNNING and elsewhere:
+        pid, hostname = elsewhere[0].pid, elsewhere[0].hostname
+        raise ConfigError(f"{run_dir.path} is run by process {pid} on {hostname}; ask it there")
+    raise ConfigError(f"{run_dir.path} is not running ({state.description}); nothing to ask")
 
 
 def refuse_other_jobs(live: Sequence[QueuedJob], work_dirs: Sequence[str]) -> None:
@@ -81,8 +118,8 @@ def refuse_other_jobs(live: Sequence[QueuedJob], work_dirs: Sequence[str]) -> No
             )
 
 
-def _ask_to_stop(run_dir: RunDir, holder: Lock) -> None:
-    """Send SIGTERM to the holder of a lock, and to no other process, whatever the files say."""
+def _send(run_dir: RunDir, holder: Lock, number: int) -> None:
+    """Send a signal to the holder of a lock, and to no other process, whatever the files say."""
     try:
         user = os.stat(f"/proc/{holder.pid}").st_uid
     except FileNotFoundError:
@@ -91,9 +128,9 @@ def _ask_to_stop(run_dir: RunDir, holder: Lock) -> None:
     if holder.pid < 2 or holder.pid not in still or user != os.geteuid():
         raise UserError(
             f"process {holder.pid}, named in {run_dir.path}, belongs to user {user}, expected "
-            f"one of user {os.geteuid()} that holds the run's lock; cancel the run as its user"
+            f"one of user {os.geteuid()} that holds the run's lock; ask the run as its user"
         )
-    os.kill(holder.pid, signal.SIGTERM)
+    os.kill(holder.pid, number)
 
 
 def _way_back(state: RunState) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+from foundation.cli import add_overrides
 from foundation.errors import ConfigError
 from launcher.local_run import train_here
 from launcher.run_state import read_states
@@ -22,21 +24,21 @@ from pretrain.terminal.log import set_up_logging
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher resume`."""
     parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
+    add_overrides(parser, "settings that change from there on, such as optim.learning_rate=1e-4")
     add_from_step(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 when its job is in the queue, or when the run has finished on this machine."""
-    return resume(arguments.run, arguments.from_step)
+    return resume(arguments.run, arguments.from_step, arguments.overrides)
 
 
-def resume(path: Path, from_step: int | None = None) -> int:
-    """Continue the run in this directory, from this step if one is given."""
+def resume(path: Path, from_step: int | None = None, overrides: Sequence[str] = ()) -> int:
+    """Continue the run in this directory, from this step if one is given, with these settings."""
     (state,) = read_states([path])
-    if state.is_done and from_step is None:
+    if state.is_done and from_step is None and not overrides:
         raise ConfigError(
-            f"{path} is done after step {state.step:,}; to train further, start it again with more "
-            "optim.steps"
+            f"{path} is done after step {state.step:,}; to train further, give it more optim.steps"
         )
     refuse_foreign_run(path)
     if state.is_active:
@@ -46,7 +48,7 @@ def resume(path: Path, from_step: int | None = None) -> int:
         raise ConfigError(f"{path} is a cell of a sweep; 'launcher sweep submit' starts it again")
     if script.is_file():
         path = path.resolve()
-        submitted = submit_again(RunDir(path), before, from_step)
+        submitted = submit_again(RunDir(path), before, from_step, overrides)
         print(f"job {submitted.job} ({submitted.job_name}) continues {path}")
         print(f"Status: launcher status {path}")
         return 0
@@ -56,4 +58,4 @@ def resume(path: Path, from_step: int | None = None) -> int:
             "submit', or train here with 'launcher local'"
         )
     set_up_logging("supervisor")
-    return train_here(path / "config.yaml", path, state.ranks or 1, from_step=from_step)
+    return train_here(path / "config.yaml", path, state.ranks or 1, overrides, from_step=from_step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,14 @@ from foundation.errors import ConfigError
 from foundation.settings import load_config
 from launcher.restart_policy import add_policy_arguments, requested_policy
 from launcher.slurm.sbatch import Job, Snapshot, check_run, missing_notes, quote, render
+from launcher.slurm.srun import Step, attempt_command
 from launcher.slurm.submission import submit
 from launcher.supervisor import is_done_already
 from pretrain.checkpoint.facts import add_from_step
 from pretrain.config.cluster import load_cluster, parse_nodes
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
+from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.run_dir import RunDir
 
 
@@ -68,13 +71,21 @@ def run(arguments: argparse.Namespace) -> int:
     is_dry_run, known = arguments.dry_run, with_vocabulary(config)
     notes = missing_notes(config)
     notes += check_run(known, job.cluster, job.nodes, path, is_dry_run=is_dry_run)
-    if is_done_already(RunDir(path), config) and arguments.from_step is None:
+    if is_done_already(RunDir(path), config, arguments.from_step):
         raise ConfigError(
             f"{path} is done after step {config.optim.steps:,}; to train further, submit it with "
             "more optim.steps; for another run, give name=NEW or --run-dir DIR"
         )
     if is_dry_run:
         print(render(job), end="")
+        if job.cluster.container_image:  # which only the job's srun shows
+            nodes = tuple(f"NODE{number}" for number in range(job.nodes.least))
+            step = Step(
+                nodes=nodes, ranks=job.cluster.tasks_per_node * len(nodes), cluster=job.cluster
+            )
+            files = AttemptFiles(RunDir(path).logs, 0)
+            line = attempt_command(step, RunDir(path), files, job.code, job.code)
+            print(f"# Its supervisor starts the ranks by: {shlex.join(line)}")
     else:
         number = submit(job, config, arguments.from_step)
         print(f"job {number} ({job.name}), run directory {path}")

@@ -275,6 +275,15 @@ class Slurm:
         """Cancel a job or a step, if it has not ended."""
         self._checked(["scancel", job])
 
+    def ask(self, job: str, number: int) -> None:
+        """Send a signal to all processes of the job's steps, which its script is not."""
+        self._checked(["scancel", f"--signal={signal.Signals(number).name[3:]}", job])
+
+    def stop(self, job: str) -> None:
+        """Ask the job's supervisor to save and stop; Slurm does not requeue the job after that."""
+        self._checked(["scontrol", "update", f"JobId={job}", "Requeue=0"])
+        self._checked(["scancel", "--batch", "--signal=TERM", job])
+
     def requeue(self, job: str, restart: int, exclude: Sequence[str] = ()) -> None:
         """Requeue start number `restart` of a job, without the nodes `exclude` from now on.
 

@@ -110,6 +110,17 @@ def srun_command(
     return [*command, *flags, *option_flags(cluster.srun_options), *line]
 
 
+def attempt_command(
+    step: Step, run_dir: RunDir, files: AttemptFiles, code: Path, workdir: Path
+) -> list[str]:
+    """Return the srun command line of an attempt, with the container's if the cluster has one."""
+    experiment = str(Snapshot(run_dir.path).experiment)
+    train = copied_arguments(code, "pretrain", "train", experiment, "--run-dir", str(run_dir.path))
+    log = str(files.rank_log("{rank}"))
+    task = copied_arguments(code, "launcher.slurm.task", log, *train)
+    return srun_command(step, task, [run_dir.path], workdir)
+
+
 def task_command(node: str, *command: str, flags: Sequence[str] = ()) -> list[str]:
     """Return the srun command line of one task on a node of the job, next to its other steps."""
     srun = ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]
@@ -160,12 +171,8 @@ class SlurmRanks:
             GPUS_VARIABLE: str(step.cluster.num_gpus),
             VARIABLE: token,
         }
-        code, experiment = code_that_runs(), str(Snapshot(run_dir.path).experiment)
-        train = ("train", experiment, "--run-dir", str(run_dir.path))
-        command = copied_arguments(code, "pretrain", *train)
-        log = str(files.rank_log("{rank}"))
-        task = copied_arguments(code, "launcher.slurm.task", log, *command)
-        line = srun_command(step, task, [run_dir.path], Path.cwd())
+        code = code_that_runs()
+        line = attempt_command(step, run_dir, files, code, Path.cwd())
         self._log = files.srun_log
         with open(self._log, "ab", opener=own_file) as log:
             log.write(f"{shlex.join(line)}\n".encode())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from foundation.errors import ConfigError
 from foundation.files import make_directory, read_text
+from foundation.settings import load_config
 from launcher.slurm.client import Slurm
 from launcher.slurm.sbatch import (
     Job,
@@ -15,6 +18,7 @@ from launcher.slurm.sbatch import (
     render,
     replaced_snapshot,
 )
+from launcher.supervisor import is_done_already
 from pretrain.config.cluster import load_cluster
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import Submitted
@@ -66,21 +70,27 @@ def refuse_live_job(slurm: Slurm, run_dir: RunDir) -> None:
             )
 
 
-def submit_again(run_dir: RunDir, before: Submitted | None, from_step: int | None) -> Submitted:
-    """Submit the script again, with the code that was saved when the run was first submitted."""
+def submit_again(
+    run_dir: RunDir, before: Submitted | None, from_step: int | None, overrides: Sequence[str] = ()
+) -> Submitted:
+    """Submit the script again, with code and settings of the first time but for the overrides."""
     if before is None:
         raise ConfigError(f"{run_dir.path} was never submitted; use 'launcher submit'")
-    script = Snapshot(run_dir.path).script
+    snapshot = Snapshot(run_dir.path)
+    script, config = snapshot.script, load_config(RunConfig, snapshot.experiment, overrides)
     if not is_script_of(read_text(script), run_dir.path):
         raise ConfigError(
             f"{script} was written for another run directory, so this one was moved or copied; "
             "submit it again: launcher submit EXPERIMENT --cluster CLUSTER "
             f"--run-dir {run_dir.path}"
         )
-    check_references(load_cluster(Snapshot(run_dir.path).cluster))
-    slurm = Slurm()
+    if overrides and is_done_already(run_dir, config, from_step):
+        raise ConfigError(f"{run_dir.path} is done; give it more optim.steps")
+    cluster, slurm = load_cluster(snapshot.cluster), Slurm()
+    check_references(cluster)
     with run_dir.locked("submit"):
         refuse_live_job(slurm, run_dir)
+        snapshot.take_settings(config, cluster)
         make_directory(run_dir.logs)  # Slurm starts no job that cannot write its log
         submitted = _submitted(slurm, run_dir, before.job_name, from_step)
         run_dir.ledger.append(submitted)

@@ -147,12 +147,16 @@ def publish(
         ],
     }
     check_sizes(partial, lists["ranks"])  # a rank may have written into a directory of its own
-    # A line per field: indented JSON of thousands of ranks takes a second to write, in Python.
-    whole = {**index, "format": INDEX_FORMAT, **lists}
-    lines = sorted(f"{json_text(k)}: {json_text(v, sort_keys=True)}" for k, v in whole.items())
-    write_text(partial / INDEX, "{\n" + ",\n".join(lines) + "\n}\n")
-    write_text(partial / MARKER, sha256_of(partial / INDEX) + "\n")
+    write_index(partial, {**index, "format": INDEX_FORMAT, **lists})
     before_rename()
     if final.exists():  # an invalid one that resuming skipped, or one from before a rewind
         remove(final)
     move(partial, final)
+
+
+def write_index(directory: Path, index: Mapping[str, Any]) -> None:
+    """Write the index of a checkpoint and its marker."""
+    # A line per field: indented JSON of thousands of ranks takes a second to write, in Python.
+    lines = sorted(f"{json_text(k)}: {json_text(v, sort_keys=True)}" for k, v in index.items())
+    write_text(directory / INDEX, "{\n" + ",\n".join(lines) + "\n}\n")
+    write_text(directory / MARKER, sha256_of(directory / INDEX) + "\n")

@@ -6,7 +6,7 @@ import argparse
 
 from foundation.cli import add_prefix, show_settings
 from foundation.errors import ConfigError
-from pretrain.config.run import RunConfig, may_change
+from pretrain.config.run import RunConfig, why_fixed
 
 add_arguments = add_prefix
 
@@ -26,5 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def resume_rule(name: str) -> str:
     """Return what a resume may do with a setting of a run."""
-    allowed = may_change(name.replace("[]", ""))
-    return "a resume may change it" if allowed else "fixed for a run"
+    is_fixed = why_fixed(name.replace("[]", ""))
+    return "fixed for a run" if is_fixed else "a resume may change it"

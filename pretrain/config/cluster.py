@@ -162,7 +162,7 @@ class ClusterConfig:
                 f"ranks_per_node={self.ranks_per_node} but gpus_per_node={self.gpus_per_node}; "
                 "use one rank per GPU"
             )
-        if self.gpu and not (self.num_gpus and self._named_by_type in ("", self.gpu)):
+        if self.gpu and not (self.num_gpus and self.gpu.startswith(self._named_by_type)):
             raise ConfigError(
                 f"gpu={self.gpu} but gpus_per_node={self.gpus_per_node}; give a number of GPUs, of "
                 "one kind"

@@ -1,17 +1,36 @@
-"""Phases of a run: from a step on, another mixture, number of lanes or segment length.
+"""Settings by step: phases of the data, and what resumes have changed.
+
+A phase has another mixture, number of lanes or segment length from a step on.
 
 With another mixture or number of lanes, the lanes restart with a seed of their own: a phase with
 the previous text reads it in another order. A lane does not depend on the segment
 length: where that changes alone, every lane continues at its next token with its memory. Model,
 optimizer, schedule and steps always continue.
+
+A change that a resume makes in `OF_UPDATES` holds from its step on. Steps before it, which the run
+makes again from an older checkpoint, have the old settings: so every step is what it was.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise
+from typing import Any
 
+from foundation.typed_values import from_tree, to_tree
 from pretrain.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """After `step` updates, a setting in `OF_UPDATES` has the value `new` instead of `old`."""
+
+    step: int
+    setting: str
+    old: Any
+    new: Any
 
 
 def phase_at(run: RunConfig, step: int) -> int:
@@ -19,8 +38,21 @@ def phase_at(run: RunConfig, step: int) -> int:
     return sum(phase.from_step <= step for phase in run.data.phases)
 
 
-def run_at(run: RunConfig, step: int) -> RunConfig:
-    """Return the run with the mixture, lanes and segment length of the phase."""
+def settings_at(run: RunConfig, step: int, changes: Sequence[SettingChange]) -> RunConfig:
+    """Return the run, whose settings `changes` led to, oldest first, as it was at `step`."""
+    if not changes:
+        return run
+    tree = to_tree(run)
+    for change in reversed(changes):
+        if change.step > step:
+            *sections, name = change.setting.split(".")
+            reduce(dict.__getitem__, sections, tree)[name] = change.old
+    return from_tree(RunConfig, tree)
+
+
+def run_at(run: RunConfig, step: int, changes: Sequence[SettingChange] = ()) -> RunConfig:
+    """Return the run with the settings of the update after `step` updates."""
+    run = settings_at(run, step, changes)
     data = run.data
     for phase in run.data.phases[: phase_at(run, step)]:
         data = replace(
@@ -60,9 +92,10 @@ def tokens_of_steps(run: RunConfig, steps: range) -> int:
     return sum(phase.tokens_per_step * count for phase, count in spans_of_phases(run, steps))
 
 
-def starts_phase(run: RunConfig, step: int) -> bool:
-    """Return whether the update after `step` updates is a phase's first."""
-    return any(phase.from_step == step for phase in run.data.phases)
+def next_border(run: RunConfig, step: int, changes: Sequence[SettingChange] = ()) -> int:
+    """Return the step after `step` at which other settings begin, or the run's last one."""
+    borders = [phase.from_step for phase in run.data.phases] + [change.step for change in changes]
+    return min([border for border in borders if border > step] + [run.optim.steps])
 
 
 def restarts_lanes(run: RunConfig, step: int) -> bool:
@@ -81,14 +114,15 @@ def lane_seed_at(run: RunConfig, step: int) -> int:
     return run.seed + max((number for number, phase in numbered if phase.restarts_lanes), default=0)
 
 
-def describe_phase(run: RunConfig, step: int) -> str:
-    """Return what changes at the phase that starts after `step` updates, in one line."""
+def describe_border(run: RunConfig, step: int, changes: Sequence[SettingChange]) -> str:
+    """Return what changes after `step` updates, in one line."""
+    texts = [f"{c.setting} {c.old} -> {c.new} from step {step}" for c in changes if c.step == step]
+    if all(phase.from_step != step for phase in run.data.phases):
+        return ", ".join(texts)
     before, after = run_at(run, step - 1).data, run_at(run, step).data
     lanes = "restart" if restarts_lanes(run, step) else "continue"
     changed = before.segment_length != after.segment_length
     segments = f", segments of {after.segment_length}" if changed else ""
     memories = "kept" if before.lanes == after.lanes else "reset"
-    return (
-        f"phase {phase_at(run, step)} from step {step}: {after.lanes} lanes {lanes}{segments}; "
-        f"memories are {memories}"
-    )
+    phase = f"phase {phase_at(run, step)} from step {step}: {after.lanes} lanes {lanes}{segments}"
+    return ", ".join([f"{phase}; memories are {memories}", *texts])

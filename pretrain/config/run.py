@@ -1,7 +1,7 @@
 """Every setting of a run, as frozen dataclasses read from YAML by `foundation.settings`.
 
 Torch-free: the launcher reads these on a login node. What can be derived is a property, not a
-setting. `may_change` says what a resume may change.
+setting. `why_fixed` says what a resume may not change.
 """
 
 from __future__ import annotations
@@ -27,11 +27,23 @@ from pretrain.config.model import ModelConfig, OptimizerName, ScheduleShape
 
 MOST_SEGMENTS = 4096
 LEAST_SCORED_TOKENS = 100_000  # by the last evaluation, which tables quote
-# Settings and sections that change neither which model learns nor from which tokens.
-_MAY_CHANGE = (
-    "data.path", "data.manifest_hashes", "data.cache", "data.phases", "optim.steps",
-    "engine", "checkpoint", "recovery", "evaluation", "metrics",
-)  # fmt: skip
+# Settings and sections that a resume may not change -> why.
+_FIXED = {
+    "name": "a run keeps its name",
+    "seed": "weights, dropout and the order of text follow from it",
+    "initial_weights": "the run has trained since",
+    "model": "the weights are of this model",
+    "data.mixture": "give data.phases another one from a step on",
+    "data.lanes": "give data.phases other ones from a step on",
+    "data.segment_length": "give data.phases another one from a step on",
+    "optim.name": "the optimizer's state is of this one",
+    "optim.gradient_segments": "cursors and rewinds count in steps of these",
+    "optim.ema_decay": "the average has been kept with it",
+    "engine.kind": "another engine rounds otherwise",
+}
+# Sections whose changes hold from a step on: the updates before are made with the old settings,
+# also when they are made again.
+OF_UPDATES = ("optim.", "recovery.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +68,7 @@ class OptimConfig:
     """AdamW, LAMB or Muon with decoupled weight decay, which leaves norms and biases alone."""
 
     steps: int = setting(1000, Range(1, MOST), unit="steps")
-    """Updates of the run; a resume may only raise it."""
+    """Updates of the run."""
     name: OptimizerName = "adamw"
     """Optimizer; lamb is for very large batches, muon makes the updates of matrices orthogonal."""
     learning_rate: float = setting(2.5e-4, Range(0, 1000))
@@ -356,12 +368,12 @@ class RunConfig:
         return self.data.lanes * self.lane_tokens_per_step
 
 
-def may_change(key: str) -> bool:
-    """Return whether a setting, such as `optim.steps`, may change when a run is resumed.
+def why_fixed(key: str) -> str:
+    """Return why a setting, such as `model.d_model`, may not change when a run is resumed.
 
-    With another value of any other setting it would be another run.
+    '' if it may: that changes neither which model learns nor what its state means.
     """
-    return key != "engine.kind" and any(f"{key}.".startswith(f"{name}.") for name in _MAY_CHANGE)
+    return next((why for name, why in _FIXED.items() if f"{key}.".startswith(f"{name}.")), "")
 
 
 def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:

@@ -31,6 +31,7 @@ from pretrain.costs.flops import tail_shares, vocabulary_bins
 from pretrain.distributed.collectives import broadcast_value, raise_on_all_ranks
 from pretrain.distributed.world import World
 from pretrain.errors import TrainingError
+from pretrain.rundir.changed_settings import lower_rate
 from pretrain.rundir.events import GaveUp, Outcome, Rewind, Spike, UnresolvedSpike
 from pretrain.rundir.history import find_events, skipped_windows
 from pretrain.rundir.metrics_file import latest_measurements
@@ -196,8 +197,8 @@ class SpikeMonitor:
         self.give_up(
             spike,
             f"their gradients were not finite{self._or_larger}; found more than "
-            f"{MOST_SKIPPED:.0%} of the updates, so the run does not learn; lower "
-            "optim.learning_rate or clean the data",
+            f"{MOST_SKIPPED:.0%} of the updates, so the run does not learn; "
+            f"{lower_rate(self._run, self._run_dir.path)} or clean the data",
         )
 
     def check_end(self, outcome: Outcome) -> None:
@@ -223,7 +224,8 @@ class SpikeMonitor:
         skipped = self._detector.skipped_last
         first = broadcast_value(skipped.first_step if skipped else step, int)
         spike = Spike(first_step=first, last_step=step, problem=error.problem)
-        self._rewind_or_give_up(spike, "which is not saved; lower optim.learning_rate")
+        advice = lower_rate(self._run, self._run_dir.path)
+        self._rewind_or_give_up(spike, f"which is not saved; {advice}")
 
     def give_up(self, spike: Spike, advice: str) -> NoReturn:
         """Raise TrainingError; the ledger has the reason."""
@@ -262,7 +264,8 @@ def rewind(
         most = run.recovery.max_rewinds
         if before is None or len(rewinds) >= most:
             run_dir.ledger.append(GaveUp(spike=spike))
-            raise TrainingError(_why_no_rewind(run, run_dir, spike, rewinds, before is None))
+            step = before.step if before else 0
+            raise TrainingError(_why_no_rewind(run, run_dir, spike, rewinds, step))
         window = rewind_window(spike, skipped_windows(ledger), run, before.step)
         event = Rewind(spike=spike, to_step=before.step, segments=(window.start, window.stop))
         # The event comes first. It takes later steps out of the run's history, whatever is still
@@ -275,22 +278,22 @@ def rewind(
 
 
 def _why_no_rewind(
-    run: RunConfig, run_dir: RunDir, spike: Spike, rewinds: Sequence[Rewind], is_unsaved: bool
+    run: RunConfig, run_dir: RunDir, spike: Spike, rewinds: Sequence[Rewind], before: int
 ) -> str:
+    lower = lower_rate(run, run_dir.path, before)
     off = "set recovery.spike_threshold=0 to train without rewinding"
     if spike.problem:
         off = "start another run with other settings"
-    if is_unsaved:
+    if not before:
         return (
             f"{spike}; found no checkpoint from before step {spike.first_step} to rewind to; use a "
-            f"checkpoint.interval below {run.checkpoint.interval}, lower optim.learning_rate, or "
-            f"{off}"
+            f"checkpoint.interval below {run.checkpoint.interval}, {lower}, or {off}"
         )
     ends = ", ".join(str(event.step) for event in rewinds)
     steps = f", at steps {ends}" if ends else ""
     return (
         f"{spike}, after {len(rewinds)} rewinds (recovery.max_rewinds={run.recovery.max_rewinds})"
-        f"{steps}; lower optim.learning_rate, clean the documents of the segments in "
+        f"{steps}; {lower}, clean the documents of the segments in "
         f"{run_dir.ledger.path} ('data-pipeline audit'), raise recovery.max_rewinds, or {off}"
     )
 

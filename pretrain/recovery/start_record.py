@@ -1,11 +1,9 @@
-"""What a start of a run checks and records besides its settings: data, environment and schedule."""
+"""What a start of a run checks and records besides its settings: data and environment."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
-from itertools import takewhile
 from typing import Any
 
 from data_pipeline.corpora.corpus_identity import VALIDATION, corpus_hash, split_hash, tokenizer_of
@@ -18,12 +16,10 @@ from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
 from pretrain.distributed.collectives import gather_values, raise_on_all_ranks
 from pretrain.distributed.world import World
-from pretrain.optim.schedule import learning_rate_at
 from pretrain.recovery.environment import environment_changes, joint_environment, own_environment
 from pretrain.rundir.code_version import code_version
-from pretrain.rundir.events import TrainingBegan, not_bitwise
+from pretrain.rundir.events import Branched, TrainingBegan, not_bitwise
 from pretrain.rundir.history import find_events
-from pretrain.rundir.metrics_file import latest_measurements
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -40,7 +36,7 @@ def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
     tokenizer, validation = tokenizer_of(directory).fingerprint, split_hash(directory, VALIDATION)
     sets = hashes_of_sets(splits_of_sets(config))
     before: dict[str, str] = {}
-    for event in find_events(run_dir.ledger.read(), TrainingBegan):
+    for event in find_events(run_dir.ledger.read(), TrainingBegan, Branched):
         before |= {"": event.tokenizer, "/": event.validation, **event.sets}  # no names of sets
     validated = f"the validation split of {path_text(config.data.path)}"
     for key, split, own in (
@@ -97,17 +93,3 @@ def record_start(
                 **where,
             )
         )
-
-
-def report_rate(config: RunConfig, run_dir: RunDir, world: World, step: int) -> None:
-    """Warn if the learning rate jumps because the schedule has changed, as with more steps."""
-    with raise_on_all_ranks():
-        lines = latest_measurements(run_dir.metrics) if world.is_main and step else iter(())
-        lines = takewhile(lambda line: line["step"] >= step, lines)
-        for line in (line for line in lines if (line["kind"], line["step"]) == ("train", step)):
-            before, planned = line["learning_rate"], learning_rate_at(config.optim, step - 1)
-            if not math.isclose(before, planned, rel_tol=1e-6):
-                logger.warning(
-                    "the schedule of the learning rate has changed: step %d had %.4g, step %d has "
-                    "%.4g", step, before, step + 1, learning_rate_at(config.optim, step),
-                )  # fmt: skip

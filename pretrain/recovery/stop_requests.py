@@ -1,4 +1,5 @@
-"""What ranks decide together at a step's end, or between two batches of an evaluation."""
+"""What ranks decide together at a step's end, or between two batches of an evaluation: to stop, or
+what users ask for."""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from foundation.interruption import ONE_PRESS_SECONDS
 from pretrain.distributed.collectives import any_rank, on_any_rank
 from pretrain.distributed.messages import BackgroundExchanges
+from pretrain.rundir.events import ASK, Requested
+from pretrain.rundir.history import find_events
+from pretrain.rundir.ledger import Ledger
 
 # NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
 # mean the same. So does SIGHUP, of a terminal that is closed, unless nohup has it ignored.
@@ -28,10 +32,31 @@ class Agreement:
     save_failed: bool = False  # the rank's part of the save in progress
     save_again: bool = False  # storage failed, and it is time for another try
     upload: bool = False  # the last save, to the mirror, as rank 0 decided
+    save: bool = False  # a user asks rank 0 for it, as for the next
+    evaluate: bool = False
 
     def agreed(self) -> Agreement:
         """Return what all ranks agree on. A collective."""
         return Agreement(*on_any_rank(astuple(self)))
+
+
+class UserRequests:
+    """Takes the requests of `launcher signal` from its construction on."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._num_taken = len(find_events(ledger.read(), Requested))
+        self._signals: list[int] = []  # since then
+        self.previous = signal.signal(ASK, lambda number, _: self._signals.append(number))
+
+    def take(self) -> set[str]:
+        """Return what was asked for since the last call: save or evaluate."""
+        if not self._signals:
+            return set()
+        self._signals.clear()
+        requests = [event.request for event in find_events(self._ledger.read(), Requested)]
+        new, self._num_taken = requests[self._num_taken :], len(requests)
+        return set(new) or {"save"}  # a signal that was sent by hand
 
 
 class StopRequested(Exception):

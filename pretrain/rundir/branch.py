@@ -8,45 +8,70 @@ from pathlib import Path
 
 from foundation.errors import ConfigError
 from foundation.files import move, sync_tree
+from foundation.settings import differences
+from foundation.typed_values import to_tree
 from pretrain.checkpoint.directory import step_directory
+from pretrain.checkpoint.disk import write_index
+from pretrain.checkpoint.verify import verify_and_keep
 from pretrain.config.run import RunConfig
-from pretrain.rundir.events import Published
+from pretrain.rundir.changed_settings import describe_rate, planned_otherwise, refused_changes
+from pretrain.rundir.events import Branched, Published, SettingsChanged, TrainingBegan
+from pretrain.rundir.history import last_event, skipped_windows
 from pretrain.rundir.metrics_file import cut_measurements_after
 from pretrain.rundir.ownership import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 
 
-def begin_branch(config: RunConfig, directory: Path, source_directory: Path, step: int) -> None:
-    """Make the run of `config` with the checkpoint of `step` of another run, unless it is there.
+def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> None:
+    """Make the run of `config` with the checkpoint of `step` of the run in `trunk`.
 
-    It has the other's measurements up to that step, under the same identity, so that it resumes
-    from there. ConfigError if they differ in more than their names and steps.
+    It has an id of its own, the trunk's measurements up to that step, and reads on where the trunk
+    did. ConfigError if `config` changes what a resume from that step may not, or the directory is
+    there; CheckpointError if the checkpoint is not whole.
     """
-    target = RunDir(directory)
-    if target.exists():
-        return
-    refuse_foreign_run(source_directory)
-    source = RunDir.open(source_directory)
-    saved = step_directory(source.checkpoints, step)
-    own = replace(source.config, name=config.name, checkpoint=config.checkpoint)
-    own = replace(own, optim=replace(own.optim, steps=config.optim.steps))
-    others = source.other_settings(replace(config, name=source.config.name))
-    is_constant = all(
-        optim.schedule.shape == "wsd" and step <= optim.steps - optim.decay_steps
-        for optim in (source.config.optim, own.optim)
-    )
-    if others or not saved.is_dir() or not is_constant:
-        changes = ", ".join(f"{key} {change}" for key, change in others.items())
-        raise ConfigError(
-            f"cell {directory.name} cannot start from {saved}: "
-            f"{changes or 'there is no such checkpoint, or its rate decays earlier'}; plan again"
-        )
+    refuse_foreign_run(trunk)
+    source = RunDir.open(trunk)
+    before, held = source.settings_at(step), source.settings_at(max(0, step - 1))
+    before = replace(before, name=config.name)
+    refused = refused_changes(before, config, step, held)
+    if refused or directory.exists():
+        changes = ", ".join(f"{key} {change}" for key, change in refused.items())
+        problem = changes or "it exists; name another run"
+        raise ConfigError(f"{directory} cannot branch from step {step} of {trunk}: {problem}")
+    kept = verify_and_keep(step_directory(source.checkpoints, step), source.identity.id)
     branch = RunDir(directory.with_name(f".{directory.name}.tmp"))  # whole, or not there
     shutil.rmtree(branch.path, ignore_errors=True)
-    RunDir.create(branch.path, own, branch_of=source.identity)
-    shutil.copytree(saved, step_directory(branch.checkpoints, step))
+    RunDir.create(branch.path, config)
+    copy, ledger = step_directory(branch.checkpoints, step), source.ledger.read()
+    shutil.copytree(kept.directory, copy)
+    write_index(copy, {**kept.index, "run": branch.identity.id, "attempt": ""})
+    windows = tuple((window.start, window.stop) for window in skipped_windows(ledger))
+    began = vars(last_event(ledger, TrainingBegan, Branched) or Branched(step=step, origin=""))
+    data = {name: began[name] for name in ("tokenizer", "validation", "sets")}
+    origin = str(source.path.absolute())
+    branch.ledger.append(Branched(step=step, origin=origin, windows=windows, **data))
+    if changes := differences(to_tree(before), to_tree(config)):
+        branch.ledger.append(SettingsChanged(changes=changes, step=step))
     branch.ledger.append(Published(step=step, attempt=""))
     shutil.copy(source.metrics, branch.metrics)
     cut_measurements_after(branch.metrics, step)
     sync_tree(branch.path)
-    move(branch.path, target.path)
+    move(branch.path, directory)
+
+
+def begin_cell(config: RunConfig, directory: Path, trunk: Path, step: int) -> None:
+    """Make the run of a cell of a sweep as a branch of another cell's, unless it is there.
+
+    ConfigError if they differ in more than their names and steps, or their rates do by then.
+    """
+    if RunDir(directory).exists():
+        return
+    before = RunDir.open(trunk).config
+    own = replace(before, name=config.name, checkpoint=config.checkpoint)
+    own = replace(own, optim=replace(own.optim, steps=config.optim.steps))
+    others = [f"{key} {change}" for key, change in planned_otherwise(own, config).items()]
+    if problem := ", ".join(others) or describe_rate(before, own, step):
+        raise ConfigError(
+            f"cell {directory.name} cannot start from step {step} of {trunk}: {problem}; plan again"
+        )
+    begin_branch(own, directory, trunk, step)

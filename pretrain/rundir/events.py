@@ -7,14 +7,18 @@ are enums. All text about events is at the end of this file, and is never parsed
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from pretrain.checkpoint.facts import Destination
 from pretrain.rundir.exit_statuses import EXIT_STOPPED, describe_exit
 from pretrain.terminal.text import counted
+
+# Tells rank 0 of a `Requested`. Processes that do not know it ignore it.
+ASK = signal.SIGURG
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +89,13 @@ class TrainingEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsChanged(Event):
-    """Settings that the run had otherwise so far: name -> [old, new]."""
+    """Settings that the run had otherwise so far: name -> [old, new].
+
+    Some hold from the update after `step` on (`pretrain/config/phases.py`).
+    """
 
     changes: dict[str, tuple[Any, Any]]
+    step: int = 0  # that the start resumed from; 0 also where an earlier version has not said it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +126,13 @@ class ResumeFrom(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Requested(Event):
+    """A user asks for it after the step in progress; ASK, a signal to rank 0, comes after this."""
+
+    request: Literal["save", "evaluate"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mirrored(Event):
     """The checkpoint of `step` is in the object store at `url`, read back and compared; with a
     `problem` it is not, and the upload is tried again."""
@@ -134,6 +149,21 @@ class Restored(Event):
 
     step: int
     url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branched(Event):
+    """The run began with the checkpoint of `step` of the run in the directory `origin`.
+
+    It skips the same windows of data. The rest is of the other's last start.
+    """
+
+    step: int
+    origin: str
+    windows: tuple[tuple[int, int], ...] = ()
+    tokenizer: str = ""
+    validation: str = ""
+    sets: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,7 +496,7 @@ def _description(event: Event) -> str:
             phase = " a phase" if outcome is Outcome.PHASE_FINISHED else ""
             return f"finished{phase} after step {event.step}"
         case SettingsChanged(changes=changes):
-            return f"settings changed: {_changed(changes)}"
+            return f"settings changed after step {event.step}: {_changed(changes)}"
         case OutOfMemory(rank=rank, micro_batch_lanes=lanes):
             lacking = f"rank {rank} ran out of memory with {lanes} lanes per forward pass"
             return f"{lacking}; the next start halves them"
@@ -476,11 +506,15 @@ def _description(event: Event) -> str:
             return "the step that a user asked for was refused"
         case ResumeFrom(step=step):
             return f"a user asked to resume from {f'step {step}' if step else 'the beginning'}"
+        case Requested():
+            return f"a user asked the run to {event.request}"
         case Mirrored(step=step, url=url, problem=problem):
             where = f"not in {url}: {problem}" if problem else f"in {url}"
             return f"the checkpoint of step {step} is {where}"
         case Restored():
             return f"restored the checkpoint of step {event.step} from {event.url}"
+        case Branched():
+            return f"branched from step {event.step} of {event.origin}"
         case Slowdown(rank=rank, ratio=ratio):
             who = "the ranks" if rank is None else f"rank {rank}"
             if ratio is None:

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pretrain.checkpoint.facts import EVER, AttemptHistory, Destination, Fact, Past
+from pretrain.config.phases import SettingChange
+from pretrain.config.run import OF_UPDATES
 from pretrain.rundir.events import (
     PLANNED,
     UNEVENTFUL,
     AttemptEnded,
+    Branched,
     Canceled,
     Event,
     GaveUp,
@@ -32,6 +35,7 @@ from pretrain.rundir.events import (
     Restored,
     ResumeFrom,
     Rewind,
+    SettingsChanged,
     Submitted,
     SupervisorKilled,
     TrainingBegan,
@@ -71,6 +75,7 @@ def past_of(ledger: Sequence[Event], root: str, store: str = "") -> Past:
     urls = filter(None, (store, stored.url if stored else ""))
     began = last_event(ledger, TrainingBegan)
     last = last_event(ledger, TrainingBegan, Restored, ResumeFrom)
+    branched = {} if find_events(ledger, Branched) else None
     is_new = began is None and not find_events(ledger, Restored)
     return Past(
         facts=_facts(ledger, root, history),
@@ -83,7 +88,7 @@ def past_of(ledger: Sequence[Event], root: str, store: str = "") -> Past:
         shortages=tuple(
             (event.micro_batch_lanes, event.settings) for event in find_events(ledger, OutOfMemory)
         ),
-        environment=began.environment if began else None,
+        environment=began.environment if began else branched,
     )
 
 
@@ -132,6 +137,20 @@ def _back_to(event: Event) -> int | None:
             return step
         case _:
             return None
+
+
+def setting_changes(ledger: Sequence[Event]) -> list[SettingChange]:
+    """Return how resumes have changed updates, without what a later one replaced."""
+    changes: list[SettingChange] = []
+    for event in find_events(ledger, SettingsChanged):
+        for key, (old, new) in event.changes.items():
+            if key.startswith(OF_UPDATES):
+                own = [change for change in changes if change.setting == key]
+                replaced = [change for change in own if change.step >= event.step]
+                before = replaced[0].old if replaced else old  # what held at the step
+                changes = [change for change in changes if change not in replaced]
+                changes += [SettingChange(event.step, key, before, new)] if before != new else []
+    return changes
 
 
 def find_events(ledger: Sequence[Event], *kinds: type[E]) -> list[E]:
@@ -260,9 +279,14 @@ def _lost(when: float, step: int) -> Interruption:
 
 
 def skipped_windows(ledger: Sequence[Event]) -> list[range]:
-    """Return the windows of segments that rewinds skip, in order; overlapping ones are joined."""
+    """Return the windows of segments that rewinds skip, in order; overlapping ones are joined.
+
+    A branch skips those of its trunk as well.
+    """
     windows: list[range] = []
-    for start, stop in sorted(event.segments for event in find_events(ledger, Rewind)):
+    spans = [event.segments for event in find_events(ledger, Rewind)]
+    spans += [span for event in find_events(ledger, Branched) for span in event.windows]
+    for start, stop in sorted(spans):
         if windows and start <= windows[-1].stop:
             start, stop = windows[-1].start, max(stop, windows[-1].stop)
             windows.pop()

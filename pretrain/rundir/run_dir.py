@@ -36,12 +36,13 @@ from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.storage_retry import StorageRetry, with_retries
 from pretrain.checkpoint.verify import latest_step
-from pretrain.config.resolve import with_absolute_paths
-from pretrain.config.run import RunConfig, may_change
+from pretrain.config.phases import settings_at
+from pretrain.config.run import RunConfig
 from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, list_attempts
+from pretrain.rundir.changed_settings import describe_rate, refused_changes
 from pretrain.rundir.events import ResumeFrom, SettingsChanged
-from pretrain.rundir.history import past_of
+from pretrain.rundir.history import past_of, setting_changes
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, read_lock, run_lock
 from pretrain.rundir.metrics_file import read_measurements
@@ -99,8 +100,8 @@ class RunDir:
         return f"RunDir({str(self.path)!r})"
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, branch_of: RunIdentity | None = None) -> RunDir:
-        """Create the directory of a new run, with the id of the run that it is a branch of, if any.
+    def create(cls, path: Path, config: RunConfig) -> RunDir:
+        """Create the directory of a new run.
 
         ConfigError if it contains a run or anything else already.
         """
@@ -117,8 +118,8 @@ class RunDir:
             make_directory(directory)
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         write_text(run_dir.config_file, dump_yaml(to_tree(config)), mode=0o600)
-        number = branch_of.id if branch_of else secrets.token_hex(6)
-        write_json(run_dir._identity_file, asdict(RunIdentity(config.name, number, created)))
+        identity = RunIdentity(config.name, secrets.token_hex(6), created)
+        write_json(run_dir._identity_file, asdict(identity))
         return run_dir
 
     @classmethod
@@ -135,20 +136,32 @@ class RunDir:
     def create_or_resume(cls, path: Path, config: RunConfig) -> RunDir:
         """Open the run that `config` describes; create it unless it exists.
 
-        Logs settings that differ from the run's; ConfigError unless all of them may change.
+        ConfigError if a resume may not change what differs; `change_settings` makes it so.
         """
         for folder in (path, cls(path).checkpoints):  # the caller has the run's lock
             remove_leftovers(folder)
         if not cls(path).exists():
             return cls.create(path, config)
         run_dir = cls.open(path)
-        if changes := differences(to_tree(run_dir.config), to_tree(config)):
-            run_dir.refuse_other_run(config)
-            for key, (old, new) in changes.items():
-                logger.info("changed setting  %s: %s -> %s", key, old, new)
-            run_dir.ledger.append(SettingsChanged(changes=changes))
-            write_text(run_dir.config_file, dump_yaml(to_tree(config)), mode=0o600)
+        run_dir.refuse_other_run(config)
         return run_dir
+
+    def change_settings(self, config: RunConfig, step: int) -> None:
+        """Give the run the settings of `config` from `step` on; log and record what that changes.
+
+        ConfigError, with nothing written, unless all of it may change.
+        """
+        own = self.config
+        if not (changes := differences(to_tree(own), to_tree(config))):
+            return
+        self.refuse_other_run(config, step)
+        for key, (old, new) in changes.items():
+            logger.info("changed setting  %s: %s -> %s", key, old, new)
+        if rate := describe_rate(self.settings_at(max(0, step - 1)), config, step):
+            logger.warning(rate)
+        # The event first: without it, steps made again would have the new settings.
+        self.ledger.append(SettingsChanged(changes=changes, step=step))
+        write_text(self.config_file, dump_yaml(to_tree(config)), mode=0o600)
 
     def exists(self) -> bool:
         """Return whether the directory holds a run."""
@@ -190,9 +203,13 @@ class RunDir:
             )
         return load_config(RunConfig, self.config_file)
 
-    def past(self) -> Past:
-        """Return what the ledger says to a start."""
-        base = self.config.checkpoint.mirror.rstrip("/")
+    def settings_at(self, step: int) -> RunConfig:
+        """Return the settings that the run had after `step` updates, with all phases."""
+        return settings_at(self.config, step, setting_changes(self.ledger.read()))
+
+    def past(self, mirror: str | None = None) -> Past:
+        """Return what the ledger says to a start, which may be about to change the `mirror`."""
+        base = (self.config.checkpoint.mirror if mirror is None else mirror).rstrip("/")
         store = f"{base}/{self.identity.name}" if base else ""
         return past_of(self.ledger.read(), str(self.checkpoints), store)
 
@@ -242,9 +259,13 @@ class RunDir:
             if directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
 
-    def refuse_other_run(self, config: RunConfig) -> None:
-        """Raise ConfigError unless this run may resume with the settings of `config`."""
-        if refused := self.other_settings(config):
+    def refuse_other_run(self, config: RunConfig, step: int | None = None) -> None:
+        """Raise ConfigError unless the run may have `config` from `step` on, or the next start."""
+        if step is None:
+            asked = self.past().asked
+            step = latest_step(self.checkpoints) if asked is None else asked
+        held = self.settings_at(max(0, step - 1))
+        if refused := refused_changes(self.config, config, step, held):
             name = self.identity.name
             whose = (
                 f"another run, {name!r} (not {config.name!r})"
@@ -256,18 +277,6 @@ class RunDir:
                 + "\n  ".join(f"{key}: {change}" for key, change in refused.items())
                 + "\nuse its settings to resume it; for another run, give name=NEW or --run-dir DIR"
             )
-
-    def other_settings(self, config: RunConfig, own: RunConfig | None = None) -> dict[str, str]:
-        """Return the settings by which `config` is another run than this one: `old -> new`.
-
-        `own` are this run's, where it has not begun and has no config.yaml. A vocabulary size that
-        either leaves to the corpus does not count.
-        """
-        trees = (to_tree(with_absolute_paths(run)) for run in (own or self.config, config))
-        changes = differences(*trees)
-        step = latest_step(self.checkpoints) if "data.phases" in changes else 0
-        refusals = {key: _refusal(key, old, new, step) for key, (old, new) in changes.items()}
-        return {key: reason for key, reason in refusals.items() if reason}
 
     def refuse_other_files(self) -> None:
         """Raise ConfigError if something else than a run is there."""
@@ -290,22 +299,3 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} holds other files and no run ({', '.join(others[:5])}); {advice}"
             )
-
-
-def _refusal(key: str, old: Any, new: Any, step: int) -> str:
-    """Return why a run that has reached `step` may not resume with this change; '' if it may."""
-    change = f"{old} -> {new}"
-    if not may_change(key):
-        return "" if key == "model.vocab_size" and not (old and new) else change
-    if key == "optim.steps" and new < old:
-        # More steps stretch the schedule; fewer would need a learning rate that was never
-        # scheduled.
-        return f"{change} (may only grow)"
-    if key == "data.phases":
-        started = [
-            [phase for phase in phases if phase["from_step"] < step] for phases in (old, new)
-        ]
-        if started[0] != started[1]:
-            change = f"{started[0]} -> {started[1]}"
-            return f"{change} (before step {step}; only later phases may change)"
-    return ""

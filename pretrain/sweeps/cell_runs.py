@@ -16,6 +16,7 @@ from foundation.files import YAML_SUFFIXES
 from foundation.settings import load_config
 from foundation.yaml_files import find_config, read_tree
 from pretrain.config.run import RunConfig
+from pretrain.rundir.changed_settings import planned_otherwise
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import RUNS
 from pretrain.sweeps.sweep_file import Cell, Sweep, read_sweep
@@ -81,7 +82,8 @@ def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) 
     """
     run_dir = RunDir(path)
     try:
-        changes = run_dir.other_settings(config, own) if own or run_dir.exists() else {}
+        before = own or (run_dir.config if run_dir.exists() else config)
+        changes = planned_otherwise(before, config)
     except ConfigError:
         return ""
     shown = [f"{key} {change}" for key, change in changes.items()]

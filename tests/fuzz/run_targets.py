@@ -36,7 +36,8 @@ def run_targets(run: Path, experiment: Path) -> dict[str, Target]:
 
     def resume(copy: Path) -> object:
         """Return the loss of one more step."""
-        command(pretrain.main, "train", experiment, "optim.steps=4", "--run-dir", copy)
+        more = ("optim.steps=4", "optim.schedule.shape=constant")
+        command(pretrain.main, "train", experiment, *more, "--run-dir", copy)
         last = json.loads((copy / "metrics.jsonl").read_bytes().splitlines()[-1])
         return last["kind"], last["step"], last["loss"]
 

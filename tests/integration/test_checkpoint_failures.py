@@ -27,7 +27,7 @@ from tests.helpers.full_disk import full_disk
 SETTINGS = (
     "model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.memory_length=8",
     "data.lanes=4", "data.segment_length=8", "optim.steps=20", "checkpoint.interval=10",
-    "engine.kind=torch",
+    "optim.schedule.shape=constant", "engine.kind=torch",
     "evaluation.interval=0", "evaluation.max_tokens=200", "metrics.tensorboard=false",
 )  # fmt: skip
 IMPATIENT = "checkpoint.storage_patience_seconds=0"

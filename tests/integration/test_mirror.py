@@ -110,7 +110,7 @@ def test_a_store_that_is_away_costs_nothing_and_gets_the_checkpoint_later(
 
     make_bucket(s3_endpoint, f"{bucket}-away".removeprefix("s3://"))
     monkeypatch.setattr(mirror, "FINISH_SECONDS", 600.0)  # a busy machine takes its time
-    assert pretrain([*command, "optim.steps=26"]) == 0
+    assert pretrain([*command, "optim.steps=26", "optim.schedule.shape=constant"]) == 0
     assert steps_listed(s3_endpoint, f"{bucket}-away")[-1] == 26
     back = read_state(run_dir.path)
     assert (back.mirrored, back.mirror_problem) == (26, "")

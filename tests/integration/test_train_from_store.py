@@ -92,7 +92,10 @@ def test_a_run_with_a_password_resumes_and_shows_it_nowhere(corpus, tmp_path, ca
         assert "BUCKET_PASSWORD" in capfd.readouterr().err
         monkeypatch.setenv("BUCKET_PASSWORD", f"{password}@{host}")
         for steps in (2, 4):
-            assert pretrain([*by_reference, f"optim.steps={steps}"]) == 0
+            assert (
+                pretrain([*by_reference, f"optim.steps={steps}", "optim.schedule.shape=constant"])
+                == 0
+            )
         assert server.requests["manifest.json"] == 2, "of both splits"
         assert 4 <= len(parsed) < 10, "two of them as they arrived"
     shown = "".join(capfd.readouterr())

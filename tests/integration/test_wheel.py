@@ -98,7 +98,11 @@ def test_shipped_configurations_are_found_and_a_run_trains_and_resumes(programs,
     run(programs, tmp_path, *build, "--output", "data", "validation_input=valid.jsonl")
     train = ("launcher", "local", "configs/experiments/demo.yaml", "--ranks=1", "--run-dir=run")
     small = ("data.path=data", "engine.kind=torch", "model.num_layers=1", "data.lanes=4")
-    small += ("evaluation.max_tokens=200", "optim.schedule.warmup_steps=1")
+    small += (
+        "evaluation.max_tokens=200",
+        "optim.schedule.warmup_steps=1",
+        "optim.schedule.shape=constant",
+    )
     for steps in (2, 3):
         run(programs, tmp_path, *train, *small, f"optim.steps={steps}")
     starts = find_events(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)

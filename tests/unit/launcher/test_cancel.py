@@ -1,4 +1,4 @@
-"""`launcher cancel` and `launcher resume` where no Slurm has the run; with Slurm: tests/slurm."""
+"""`launcher cancel`, `signal` and `resume` where no Slurm has the run; with Slurm: tests/slurm."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from pretrain.rundir.events import (
     Canceled,
     JobStarted,
     Outcome,
+    Requested,
     Submitted,
     TrainingBegan,
     TrainingEnded,
 )
+from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.full_disk import full_disk
@@ -84,6 +86,37 @@ def test_a_job_is_cancelled_although_no_ledger_is_writable(run_dir, tmp_path, mo
     said = capsys.readouterr()
     assert f"{run_dir.ledger.path}: " in said.err
     assert said.out.startswith("job 7 ")
+
+
+SAY = 'echo "${0##*/} $*" >> "${0%/*}/said"'
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ("save", ["scancel --signal=URG 7"]),
+        ("evaluate", ["scancel --signal=URG 7"]),
+        ("stop", ["scontrol update JobId=7 Requeue=0", "scancel --batch --signal=TERM 7"]),
+    ],
+)
+def test_a_request_reaches_the_ranks_or_the_supervisor_of_a_job(
+    run_dir, tmp_path, monkeypatch, request_, said
+):
+    """Without its files but for the ledger, which says what is asked for."""
+    queue = listed(JOB.format(Snapshot(run_dir.path).code))
+    fake_commands(tmp_path, monkeypatch, squeue=queue, scancel=SAY, scontrol=SAY)
+    run_dir.ledger.append(Submitted(job="7"))
+    assert main(["signal", str(run_dir.path), request_]) == 0
+    assert (tmp_path / "said").read_text().splitlines() == said
+    requests = [event.request for event in find_events(run_dir.ledger.read(), Requested)]
+    assert requests == ([] if request_ == "stop" else [request_])
+
+
+@pytest.mark.parametrize("request_", ["save", "stop"])
+def test_nothing_is_asked_of_a_run_that_does_not_run(run_dir, capsys, request_):
+    assert main(["signal", str(run_dir.path), request_]) == 2
+    assert "is not running (new: no attempt yet); nothing to ask" in capsys.readouterr().err
+    assert run_dir.ledger.read() == []
 
 
 @pytest.mark.parametrize("work_dir", ["/runs/here", ""])

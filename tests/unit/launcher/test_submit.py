@@ -31,6 +31,9 @@ SETTINGS = ["model.vocab_size=100", "model.d_model=32", "model.num_heads=2"]
 SETTINGS += ["model.num_layers=2", "data.lanes=8"]
 
 
+LONGER = ("optim.steps=20", "optim.schedule.shape=constant")
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     (tmp_path / "tiny.yaml").write_text("name: tiny\ndata: {path: corpus}\n")
@@ -50,6 +53,23 @@ def test_a_dry_run_prints_the_script_and_touches_nothing(files, capsys):
     assert found.err.split(": ")[:2] == ["warning", "data.path"]
     assert str(Path("corpus").absolute()) in found.err
     assert not (files / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        ("torch.sif", "apptainer exec --nv --bind={run} --bind=/corpora --pwd={run}/slurm/code "),
+        ("torch.sqsh", "--container-image=torch.sqsh --container-mounts={run}:{run},/corpora"),
+    ],
+)
+def test_a_dry_run_shows_the_command_line_in_the_container(files, capsys, image, said):
+    settings = f"container_image: {image}\ncontainer_mounts: [/corpora]\n"
+    (files / "cluster.yaml").write_text(f"gpus_per_node: a100:2\ngpu: A100-40GB\n{settings}")
+    assert submit(files, "--dry-run") == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("# Its supervisor starts the ranks by: srun --nodes=1 --ntasks=2 ")
+    assert said.format(run=files / "run") in line
+    assert "python3" in line
 
 
 def test_a_disk_too_small_is_a_note_of_a_dry_run_and_an_error_of_a_submission(files, capsys):
@@ -82,8 +102,10 @@ def test_a_run_that_is_done_is_not_submitted_again_unless_it_gets_more_steps(fil
     for more in ([], ["--dry-run"]):
         assert submit(files, "optim.steps=10", *more) == 2
         assert "step 10" in capsys.readouterr().err
-    assert submit(files, "optim.steps=20", "--dry-run") == 0
-    submit(files, "optim.steps=20")
+    assert submit(files, "optim.steps=20", "--dry-run") == 2
+    assert "learning rate of step 11" in capsys.readouterr().err
+    assert submit(files, *LONGER, "--dry-run") == 0
+    submit(files, *LONGER)
     assert "is done" not in capsys.readouterr().err
 
 

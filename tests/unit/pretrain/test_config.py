@@ -12,19 +12,31 @@ from data_pipeline.config import CorpusConfig, MixturePart, TokenizerConfig
 from foundation.errors import ConfigError, DataError, UserError
 from foundation.settings import load_config
 from pretrain.config.phases import (
+    describe_border,
     first_step_at,
     lane_seed_at,
+    next_border,
     phase_at,
     restarts_lanes,
     run_at,
     runs_of_phases,
-    starts_phase,
+    settings_at,
     tokens_of_steps,
 )
 from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
-from pretrain.config.run import DataConfig, ModelConfig, OptimConfig, PhaseConfig, RunConfig
+from pretrain.config.run import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PhaseConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from pretrain.errors import CheckpointError
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.rundir.changed_settings import describe_rate, refused_changes
+from pretrain.rundir.events import SettingsChanged
+from pretrain.rundir.history import setting_changes
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import check_initial_weights, write_export
 from tests.helpers.checkpoints import publish_step
@@ -112,7 +124,14 @@ def test_a_phase_changes_what_it_names_and_keeps_the_rest():
     assert [phase_at(RUN, step) for step in (0, 9, 10, 30)] == [0, 0, 1, 2]
     assert [first_step_at(RUN, step) for step in (9, 10, 29, 31)] == [0, 10, 10, 30]
     assert [lane_seed_at(RUN, step) for step in (9, 10, 30)] == [7, 8, 9]
-    assert [step for step in range(40) if starts_phase(RUN, step)] == [10, 30]
+    assert [next_border(RUN, step) for step in (0, 9, 10, 29, 30, 999)] == [
+        10,
+        10,
+        30,
+        30,
+        1000,
+        1000,
+    ]
     assert [run.data.lanes for run in runs_of_phases(RUN)] == [4, 4, 8]
     assert run_at(run_at(RUN, 30), 30) == run_at(RUN, 30)
 
@@ -131,7 +150,7 @@ def test_later_phases_may_change_and_started_ones_may_not(tmp_path):
 def test_a_phase_of_another_segment_length_alone_continues_its_lanes():
     lengths = [run_at(WARM_UP, step).data.segment_length for step in (0, 9, 10, 30, 50)]
     assert lengths == [16, 16, 32, 64, 64]
-    assert [step for step in range(60) if starts_phase(WARM_UP, step)] == [10, 30, 50]
+    assert [next_border(WARM_UP, step) for step in (0, 10, 30, 50)] == [10, 30, 50, 1000]
     assert [step for step in range(60) if restarts_lanes(WARM_UP, step)] == [50]
     assert [lane_seed_at(WARM_UP, step) for step in (9, 10, 49, 50)] == [7, 7, 7, 10]
 
@@ -260,3 +279,71 @@ def test_initial_weights_of_another_function_alone_are_refused(exported, change,
     there, here = getattr(MODEL, name), getattr(other.model, name)
     with pytest.raises(CheckpointError, match=rf"model\.{name} .*{there} .*{here}"):
         check_initial_weights(other)
+
+
+def test_settings_that_resumes_change_are_a_function_of_the_step(tmp_path):
+    """From an older step on a change replaces later ones of its setting; the first value stays."""
+    ledger = [
+        SettingsChanged(changes={"optim.learning_rate": (1.0, 2.0)}, step=12),
+        SettingsChanged(changes={"metrics.interval": (1, 2)}, step=14),
+        SettingsChanged(changes={"optim.betas": ([0.9, 0.999], [0.8, 0.9])}, step=20),
+        SettingsChanged(changes={"optim.learning_rate": (2.0, 3.0)}, step=16),
+        SettingsChanged(changes={"optim.learning_rate": (3.0, 4.0)}, step=16),
+        SettingsChanged(changes={"optim.steps": (900, 1000)}),  # of an earlier version
+    ]
+    latest = replace(RUN, optim=OptimConfig(learning_rate=4.0, betas=(0.8, 0.9)))
+    changes = setting_changes(ledger)
+    runs = [settings_at(latest, step, changes).optim for step in (0, 11, 12, 15, 16, 19, 20, 99)]
+    assert [optim.learning_rate for optim in runs] == [1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0]
+    assert [optim.betas for optim in runs] == [(0.9, 0.999)] * 6 + [(0.8, 0.9)] * 2
+    assert {optim.steps for optim in runs} == {1000}
+    borders = [next_border(latest, step, changes) for step in (0, 10, 12, 16, 20, 30)]
+    assert borders == [10, 12, 16, 20, 30, 1000], "with those of the phases"
+    said = "optim.betas [0.9, 0.999] -> [0.8, 0.9] from step 20"
+    assert describe_border(latest, 20, changes) == said
+    # A return to what held at an older step leaves nothing of the change.
+    undone = [*ledger, SettingsChanged(changes={"optim.learning_rate": (4.0, 1.0)}, step=8)]
+    assert [change.setting for change in setting_changes(undone)] == ["optim.betas", "optim.steps"]
+
+
+FINISHED = OptimConfig(steps=220, learning_rate=2e-3, schedule=ScheduleConfig(final_fraction=0.15))
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "said"),
+    [
+        (
+            220,
+            {"steps": 400},
+            "learning rate of step 221: 0.00102, 3.4 times the last one, 0.0003;",
+        ),
+        (150, {"steps": 400}, "times the last one"),
+        (220, {"steps": 219}, "220 -> 219 (it has made 220)"),
+        (220, {"steps": 400, "learning_rate": 1e-3}, ""),
+        (220, {"steps": 400, "schedule": ScheduleConfig(shape="constant")}, ""),
+        (60, {"steps": 219}, ""),
+        (5, {"steps": 400}, ""),
+        (0, {"steps": 400}, ""),
+    ],
+)
+def test_more_steps_alone_may_not_raise_the_rate_steeply(step, change, said):
+    before = replace(RUN, optim=FINISHED)
+    after = replace(RUN, optim=replace(FINISHED, **change))
+    refused = refused_changes(before, after, step, before).get("optim.steps", "")
+    assert said in refused
+    assert bool(said) is bool(refused)
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps", "rate"),
+    [
+        ("cosine", 220, ""),
+        ("constant", 220, "learning rate of step 221: 0.002, 6.7 times the last one, 0.0003"),
+        ("wsd", 400, "learning rate of step 221: 0.002, 6.7 times the last one, 0.0003"),
+    ],
+)
+def test_the_next_rate_is_said_beside_the_last_one_if_a_change_moves_it(shape, steps, rate):
+    before = replace(RUN, optim=FINISHED)
+    schedule = replace(FINISHED.schedule, shape=shape)
+    after = replace(RUN, optim=replace(FINISHED, steps=steps, schedule=schedule))
+    assert describe_rate(before, after, 220) == rate

@@ -32,6 +32,7 @@ from pretrain.config.run import (
     OptimConfig,
     RecoveryConfig,
     RunConfig,
+    ScheduleConfig,
 )
 from pretrain.distributed.world import World
 from pretrain.engines.torch_engine import TorchEngine
@@ -66,11 +67,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewind, "SKIP_MARGIN_SEGMENTS", 2)
 
 
+def steady(steps: int) -> OptimConfig:
+    """Steps at one rate, so that more of them raise none."""
+    return OptimConfig(steps=steps, schedule=ScheduleConfig(shape="constant"))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return resolve(
         replace(
-            tiny_run(tmp_path_factory.mktemp("rewinds"), OptimConfig(steps=30)),
+            tiny_run(tmp_path_factory.mktemp("rewinds"), steady(30)),
             checkpoint=CheckpointConfig(interval=5),
             evaluation=EvaluationConfig(interval=0, max_tokens=100),
             metrics=MetricsConfig(interval=1, tensorboard=False),
@@ -329,19 +335,19 @@ def test_a_long_run_resumes_with_the_suspicion_that_all_its_losses_raise(run, ru
     measured = [train_line(step, loss) for step, loss in enumerate(losses, start=1)]
     run_dir.path.mkdir()
     run_dir.metrics.write_text("".join(json.dumps(each) + "\n" for each in measured))
-    run = replace(run, optim=OptimConfig(steps=90_000))
+    run = replace(run, optim=steady(90_000))
     assert run_dir.metrics.stat().st_size > 1 << 22, "more than what is read from the end"
     state = TrainState(step=count + 1)
     assert SpikeMonitor(run, run_dir, world, state).suspected_since == count + 1
 
 
 def test_a_flipped_bit_in_the_metrics_blocks_no_start(run, run_dir, world, caplog):
-    run = replace(run, optim=OptimConfig(steps=6), recovery=RecoveryConfig())
+    run = replace(run, optim=steady(6), recovery=RecoveryConfig())
     assert run_training(run, run_dir.path, world) == 0
     text = run_dir.metrics.read_text().replace('"step": 3,', '"stdp": 3,')
     text = text.replace('"kind": "train", "step": 5,', '"kinl": "train", "step": 5,')
     run_dir.metrics.write_text(text)
-    longer = replace(run, optim=OptimConfig(steps=8))
+    longer = replace(run, optim=steady(8))
     assert run_training(longer, run_dir.path, world) == 0
     rate, damaged = [each for each in caplog.records if each.levelname == "WARNING"]
     assert str(run_dir.metrics) in damaged.getMessage()
@@ -358,14 +364,14 @@ def test_no_run_is_resumed_on_another_corpus(run, tmp_path, world, monkeypatch, 
         for seed, name in enumerate(("data", "other"))
     )
     model = replace(run.model, vocab_size=0)
-    short = replace(run, optim=OptimConfig(steps=2), model=model, recovery=RecoveryConfig())
+    short = replace(run, optim=steady(2), model=model, recovery=RecoveryConfig())
     short = resolve(replace(short, data=replace(run.data, path=ours)))
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert run_training(short, tmp_path / "run", world) == 0
     (started,) = find_events(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
     assert started.corpora == {str(ours): corpus_hash(ours)}
     pinned = replace(short.data, manifest_hashes=(started.corpora[str(ours)],))
-    longer = replace(short, optim=OptimConfig(steps=4))
+    longer = replace(short, optim=steady(4))
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert run_training(replace(longer, data=pinned), tmp_path / "run", world) == 0
     resumed = find_events(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)[-1]
@@ -374,7 +380,7 @@ def test_no_run_is_resumed_on_another_corpus(run, tmp_path, world, monkeypatch, 
     assert not resumed.changes, "which changes no bit"
     (ours / part).rename(tmp_path / "before")
     (other / part).rename(ours / part)
-    longest, what = replace(longer, optim=OptimConfig(steps=6)), part or "tokenizer"
+    longest, what = replace(longer, optim=steady(6)), part or "tokenizer"
     for config, said in (
         (longest, rf"^.*{what} .*\w{{16}}.*\w{{16}}.*$"),
         (replace(longest, data=pinned), r"^.*data\.manifest_hashes.*$"),
@@ -393,12 +399,12 @@ class Lose(logging.Handler):
 
 
 def test_a_checkpoint_lost_before_its_reading_is_given_up_only_when_asked(run, run_dir, world):
-    harmless = replace(run, recovery=RecoveryConfig(), optim=OptimConfig(steps=10))
+    harmless = replace(run, recovery=RecoveryConfig(), optim=steady(10))
     assert run_training(harmless, run_dir.path, world) == 0
     losing, log = Lose(), logging.getLogger("pretrain.checkpoint.resume_point")
     log.addHandler(losing)
     log.setLevel(logging.INFO)
-    longer = replace(harmless, optim=OptimConfig(steps=12))
+    longer = replace(harmless, optim=steady(12))
     try:
         with pytest.raises(
             CheckpointError, match=r"rank-00000.safetensors: cannot be read .*--from-step 5$"

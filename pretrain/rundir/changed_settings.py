@@ -1,0 +1,85 @@
+"""What a resume may change of a run's settings, and what that does to its learning rate."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from foundation.settings import differences
+from foundation.typed_values import to_tree
+from pretrain.config.resolve import with_absolute_paths
+from pretrain.config.run import RunConfig, why_fixed
+from pretrain.optim.schedule import learning_rate_at
+
+LARGEST_RISE = 1.2  # of the learning rate, where nothing but the number of steps has changed
+_OF_RATE = ("optim.learning_rate", "optim.schedule.")  # settings that say what the rate shall be
+
+
+def refused_changes(
+    before: RunConfig, after: RunConfig, step: int, held: RunConfig
+) -> dict[str, str]:
+    """Return the settings that a run may not change after `step` updates: `old -> new (why)`.
+
+    The last update was made with the settings `held`.
+    """
+    changes = _changes(before, after)
+    refused = {key: _refusal(key, old, new, step) for key, (old, new) in changes.items()}
+    if "optim.steps" in changes and not any(key.startswith(_OF_RATE) for key in changes):
+        refused["optim.steps"] = refused["optim.steps"] or _steep_rise(held, after, step)
+    return {key: "{} -> {} ({})".format(*changes[key], why) for key, why in refused.items() if why}
+
+
+def planned_otherwise(before: RunConfig, after: RunConfig) -> dict[str, str]:
+    """Return the settings that make a cell of a sweep another one, also those of `OF_UPDATES`."""
+    return {
+        key: f"{old} -> {new}"
+        for key, (old, new) in _changes(before, after).items()
+        if why_fixed(key) or (key.startswith("optim.") and (key != "optim.steps" or new < old))
+    }
+
+
+def describe_rate(held: RunConfig, after: RunConfig, step: int) -> str:
+    """Return the rate after `step` updates beside the last one's; '' if it is as was planned."""
+    last, planned = (learning_rate_at(held.optim, number) for number in (max(0, step - 1), step))
+    rate = learning_rate_at(after.optim, step)
+    if not step or math.isclose(rate, planned, rel_tol=1e-6):
+        return ""
+    times = f"{rate / last:.2g} times the last one, " if last else "the last one "
+    return f"learning rate of step {step + 1}: {rate:.3g}, {times}{last:.3g}"
+
+
+def lower_rate(run: RunConfig, directory: Path, from_step: int | None = None) -> str:
+    """Return the advice to resume the run with half its learning rate, as a command."""
+    asked = "" if from_step is None else f" --from-step {from_step}"
+    rate = f"optim.learning_rate={run.optim.learning_rate / 2:.3g}"
+    return f"lower the rate (launcher resume {directory}{asked} {rate})"
+
+
+def _steep_rise(held: RunConfig, after: RunConfig, step: int) -> str:
+    """Return why more steps alone are refused; '' if they hardly raise the learning rate."""
+    last, planned = (learning_rate_at(held.optim, number) for number in (max(0, step - 1), step))
+    if not step or learning_rate_at(after.optim, step) <= LARGEST_RISE * max(last, planned):
+        return ""
+    return (
+        f"{describe_rate(held, after, step)}; say with it what the rate shall be, such as "
+        f"optim.schedule.shape=constant optim.learning_rate={last or held.optim.learning_rate:.4g}"
+    )
+
+
+def _changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return what differs; not a vocabulary size that either leaves to the corpus."""
+    changes = differences(*(to_tree(with_absolute_paths(run)) for run in (before, after)))
+    if not all(changes.get("model.vocab_size", ())):
+        del changes["model.vocab_size"]
+    return changes
+
+
+def _refusal(key: str, old: Any, new: Any, step: int) -> str:
+    """Return why a run that has made `step` updates may not make this change; '' if it may."""
+    if key == "optim.steps":
+        return f"it has made {step}" if new < step else ""
+    if key == "data.phases":
+        was, now = ([phase for phase in p if phase["from_step"] < step] for p in (old, new))
+        return f"before step {step}; only later phases may change" if was != now else ""
+    return why_fixed(key)
