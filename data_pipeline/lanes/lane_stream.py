@@ -1,7 +1,7 @@
-"""LaneStream: one rank's lanes read in lockstep, as batches of segments with the lanes' cursor.
+"""One rank's lanes, read in lockstep as batches of segments, each with the cursor after it.
 
-`LaneStream.__next__` returns a batch, `_BlockReader` reads its tokens and advances the lanes, and
-`LaneStream._cursor_after` makes the cursor that belongs to the batch.
+`_BlockReader` reads tokens of all lanes in blocks and advances the lanes. `LaneStream.__next__`
+cuts batches out of the blocks; `LaneStream._cursor_after` makes a batch's cursor.
 Shapes: B lanes of this rank, L tokens of a segment, S segments of a block, K = S * L + 1 tokens.
 """
 
@@ -20,19 +20,18 @@ from data_pipeline.lanes.segment_batch import LaneCursor, SegmentBatch, check_va
 from data_pipeline.shards.shards import ShardReader
 from foundation.errors import DataError
 
-# A block is read for all lanes at once: a step then costs a few array operations, not a Python
-# loop over the documents of each lane. Its length divides what each lane costs beside its tokens.
+# Lanes are read in blocks of many segments, so that most steps cost a few array operations instead
+# of a Python loop over the documents of each lane.
 BLOCK_TOKENS = 32768
-BLOCK_SEGMENTS = 64  # at most: short segments need no longer blocks
+BLOCK_SEGMENTS = 64  # the most segments of a block
 
 
 class LaneStream:
     """Endless SegmentBatches of some lanes. A lane's tokens do not depend on the other lanes.
 
-    With a cursor, the stream continues exactly after the batch that the cursor came from. The
-    cursor may have more lanes than `lanes`, and another segment length. DataError if the lanes do
-    not suit the corpus (see `check_lanes`) or the cursor belongs to other data. `advice` is a
-    message for the user, or "".
+    With a cursor, the stream continues right after the cursor's batch. The cursor may have more
+    lanes than `lanes` and another segment length. Raises DataError if a lane is empty
+    (`check_lanes`) or the cursor belongs to other data. `advice` is a message for the user, or "".
     """
 
     def __init__(
@@ -52,14 +51,14 @@ class LaneStream:
         self.advice = check_lanes(self._plan, corpus.manifest.longest_whole)
         state = _checked_cursor(cursor, lanes, self._plan, corpus) if cursor else None
         starts = _positions(state) if state else [(0, 0)] * len(lanes)
-        # Request what all lanes need first before any of it is waited for.
+        # Request the first lengths and shards of all lanes before waiting for any of them.
         for lane, (epoch, position) in zip(lanes, starts, strict=True):
             corpus.prefetch_lengths(self._plan.border_units(lane, epoch))
             corpus.prefetch([self._plan.first_unit(lane, epoch, position)])
         if state:
             _check_tokens(state, self._plan, corpus)
         self._reader = _BlockReader(corpus, self._plan, lanes, starts, segment_length)
-        self._segment = self._reader.num_segments  # next one of the block; here: none is left
+        self._segment = self._reader.num_segments  # the block's next segment; none left: read one
 
     def tokens_read(self, cursor: LaneCursor | None) -> dict[str, int]:
         """Return the tokens that the cursor's lanes have read of each corpus, by its location."""
@@ -79,9 +78,8 @@ class LaneStream:
         self._segment += 1
         stream_BL1 = block.tokens_BK[:, first : first + length + 1].astype(np.int64)
         tokens_BL = stream_BL1[:, :-1]
-        # Copied, because the next block overwrites the arrays, possibly before the batch is asked
-        # for its cursor. The cursor is made on demand because it hashes the tokens, and only a
-        # checkpoint needs it.
+        # The cursor is made on demand, because it hashes tokens and only checkpoints need it. By
+        # then the next block may have overwritten these arrays, so copy them.
         epochs_B = block.epochs_SB[self._segment].copy()
         positions_B = block.positions_SB[self._segment].copy()
         return SegmentBatch(
@@ -96,7 +94,8 @@ class LaneStream:
         self, tokens_BL: np.ndarray, epochs_B: np.ndarray, positions_B: np.ndarray
     ) -> LaneCursor:
         length = self._segment_length
-        # Only the tokens of the current epoch: at a position below L, the rest is the last one's.
+        # Hash only tokens of the current epoch: if the position is below L, the segment began in
+        # the previous one.
         known_B = np.minimum(positions_B, length).tolist()
         checks = [
             check_value(tokens_L[length - known :])
@@ -115,10 +114,10 @@ class LaneStream:
 
 
 class _BlockReader:
-    """The next S segments of every lane and one token more, and each lane's cursor in between.
+    """The next S segments of every lane and one more token, with cursors at all segment boundaries.
 
-    The extra token is the last target of the block. It is also the first token of the next block,
-    so the walks are always one token ahead of the segments that were handed out.
+    The extra token is the last target of this block and the first input of the next one. So walks
+    are always one token ahead of the segments of the block.
     """
 
     def __init__(
@@ -141,16 +140,16 @@ class _BlockReader:
         self._walks = [plan.walk(lane, *start) for lane, start in zip(lanes, starts, strict=True)]
         self._readers: list[tuple[int, ShardReader | None]] = [(-1, None)] * len(lanes)
         self._prefetched: list[list[int]] = [[]] * len(lanes)
-        # Epoch marks of each lane: (column of the block at which an epoch starts, that epoch). A
-        # lane at position p started its epoch p columns before the block: the column is negative.
-        # Here all is shifted by one block, because the first column is filled as if it were the
-        # last of a block before.
+        # Epoch marks of each lane: (column of the block where an epoch starts, that epoch). A lane
+        # at position p started its epoch p columns before the block, at a negative column. The very
+        # first token is read as the extra one of an imaginary block before the first. So the marks
+        # refer to that block until `_shift_marks`.
         self._marks = [[(self._block_tokens - position, epoch)] for epoch, position in starts]
         self._fill_columns(self._block_tokens)
         self._shift_marks()
 
     def fill(self) -> None:
-        """Read the next block. The extra token of the last one becomes its first."""
+        """Read the next block; its first token is the extra one of the previous block."""
         self.tokens_BK[:, 0] = self.tokens_BK[:, -1]
         self.starts_BK[:, 0] = self.starts_BK[:, -1]
         self._fill_columns(1)
@@ -178,7 +177,7 @@ class _BlockReader:
         check_tokens(self.tokens_BK[:, first:], self._corpus.manifest)
 
     def _reader_of(self, row: int, unit: int) -> ShardReader:
-        """Return the lane's open shard, which keeps it in the cache until the lane leaves it."""
+        """Return the lane's shard. It stays open, and so in the cache, until the lane leaves it."""
         current, reader = self._readers[row]
         if current != unit or reader is None:
             reader = self._corpus.shard(unit)
@@ -190,22 +189,22 @@ class _BlockReader:
         boundaries_S = np.arange(self.num_segments + 1) * self._segment_length
         for row, marks in enumerate(self._marks):
             columns, epochs = np.array(marks).T
-            # The last epoch started strictly before the boundary: at the end of its share a lane
-            # stays in the epoch until it reads on, as in LaneWalk.take.
+            # "left": an epoch that starts exactly at a boundary does not count there. Until a lane
+            # reads on, it is at the end of the previous epoch, as in LaneWalk.take.
             current_S = np.maximum(np.searchsorted(columns, boundaries_S, "left") - 1, 0)
             self.epochs_SB[:, row] = epochs[current_S]
             self.positions_SB[:, row] = boundaries_S - columns[current_S]
 
     def _shift_marks(self) -> None:
-        """Count from the start of the next block, and drop epochs that ended before it."""
+        """Make the marks relative to the next block, and drop epochs that ended before it."""
         for row, marks in enumerate(self._marks):
             shifted = [(column - self._block_tokens, epoch) for column, epoch in marks]
             past = sum(column < 0 for column, _ in shifted)
-            self._marks[row] = shifted[max(past - 1, 0) :]  # the last of the past is current
+            self._marks[row] = shifted[max(past - 1, 0) :]  # the last past mark is still current
 
 
 def check_tokens(tokens: np.ndarray, manifest: Manifest) -> None:
-    """Raise DataError if a token is not the tokenizer's: no row of the embedding is for it."""
+    """Raise DataError if a token is not in the vocabulary: the embedding has no row for it."""
     if (largest := int(tokens.max(initial=0))) >= manifest.vocab_size:
         raise DataError(
             f"the corpus has the token {largest}, expected tokens below {manifest.vocab_size}; "
@@ -224,7 +223,7 @@ def copy_spans(reader: ShardReader, spans: DocumentSpans, out: memoryview) -> No
 
 
 def read_spans(corpus: Corpus | Mixture, taken: list[DocumentSpans]) -> np.ndarray:
-    """Return the tokens that a walk has taken."""
+    """Return the tokens of spans, as `LaneWalk.take` returns them."""
     parts = [np.zeros(0, corpus.manifest.dtype)]
     for spans in taken:
         tokens = np.empty(spans.num_tokens, corpus.manifest.dtype)

@@ -1,20 +1,20 @@
-"""What lanes carry from segment to segment: the memory, a tuple of tensors.
+"""The memory that lanes carry from segment to segment: a tuple of tensors.
 
-It is a plain tuple because DeepSpeed's hooks walk nothing else. Its layout follows
-`pretrain.config.lane_parts`, and only this module knows it: the others see parts by name, the parts
-of a layer, or lanes. Lanes are the first dimension of every tensor.
+It is a plain tuple because DeepSpeed's hooks do not look into other objects. Its layout follows
+from `pretrain.config.lane_parts`. Only this module knows the layout; others use parts by name, the
+parts of a layer, or lanes. Lanes are the first dimension of every tensor.
 
     memory          layers.0.hidden [B, M, D], layers.1.hidden [B, M, D], ..., documents [B, M]
     with compressed layers.0.hidden, layers.0.compressed [B, K, D], layers.1.hidden, ...,
                     compressed_documents [B, K], documents
     memory tokens   before the first part of documents: memory_tokens [B, X, D]
 
-The rows of all parts end at the lane's last token. `documents` has the document of each row, int32
-and relative to the last row's: 0 is the same, -1 the previous. All lanes have equally many rows. A
-layer with attention remembers its inputs for the last M tokens of each lane (section 3.2 of the
-paper). M grows from 0 to the memory length, and with compression up to rate - 1 rows beyond it,
-which wait for their group. Letters of shapes as in `pretrain.model`; X is the number of memory
-tokens.
+The last row of every part is the lane's last token's. `documents` has each row's document, int32,
+relative to the last row's: 0 is the same document, -1 the previous one. All lanes have the same
+number of rows. A layer with attention remembers its inputs for the last M tokens of each lane
+(section 3.2 of the paper). M grows from 0 to the memory length; with compression, up to rate - 1
+more rows wait until their group is complete. Letters of shapes as in `pretrain.model`; X is the
+number of memory tokens.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LayerParts = tuple[Tensor, ...]  # what one layer carries
 
 @dataclass(frozen=True)
 class Carried:
-    """A memory taken apart."""
+    """The parts of a memory."""
 
     layers: tuple[LayerParts, ...]
     documents_BM: Tensor
     compressed_documents_BK: Tensor | None = None
-    tokens_BXD: Tensor | None = None  # what memory tokens have written; zeros: nothing
+    tokens_BXD: Tensor | None = None  # outputs of the memory tokens; zeros at the start
 
 
 class MemoryLayout:
@@ -52,7 +52,7 @@ class MemoryLayout:
         self._isolates = config.isolate_documents
 
     def empty(self, num_lanes: int, like: Tensor) -> Memory:
-        """Return the memory at the start of a stream; `like` has device and type of activations."""
+        """Return the memory at the start of a stream, in the device and dtype of `like`."""
         return tuple(_empty(part, num_lanes, like) for part in self.parts)
 
     def empty_layer(self, layer: int, num_lanes: int, like: Tensor) -> LayerParts:
@@ -60,7 +60,7 @@ class MemoryLayout:
         return tuple(_empty(part, num_lanes, like) for part in self.parts.layers[layer])
 
     def usable(self, memory: Memory | None, num_lanes: int, like: Tensor) -> Carried:
-        """Return what the next segment reads: no more rows than the parts have when full."""
+        """Return the parts that the next segment reads, each cut to its full length."""
         if memory is None or self.parts.is_forgotten:
             memory = self.empty(num_lanes, like)
         assert len(memory) == len([*self.parts]), (len(memory), len([*self.parts]))
@@ -84,7 +84,7 @@ class MemoryLayout:
         )
 
     def joined(self, carried: Carried) -> Memory:
-        """Return the memory that `taken_apart` takes apart."""
+        """Return the memory with these parts, as the inverse of `taken_apart`."""
         layers = (tensor for parts in carried.layers for tensor in parts)
         shared = (carried.tokens_BXD, carried.compressed_documents_BK, carried.documents_BM)
         return (*layers, *(tensor for tensor in shared if tensor is not None))
@@ -94,7 +94,7 @@ class MemoryLayout:
         return {part.name: tensor for part, tensor in zip(self.parts, memory, strict=True)}
 
     def of_named(self, tensors: Mapping[str, Tensor], num_lanes: int) -> Memory | None:
-        """Return the memory of these tensors; None if it cannot be one of that many lanes."""
+        """Return the memory of these named tensors; None if names or shapes do not fit."""
         if tensors.keys() != {part.name for part in self.parts}:
             return None
         memory = tuple(tensors[part.name] for part in self.parts)
@@ -102,7 +102,7 @@ class MemoryLayout:
         return memory if all(_fits(*part, num_lanes) for part in parts) else None
 
     def vectors(self, memory: Memory) -> list[Tensor]:
-        """Return the first part of each layer as vectors, [B, rows, X]; a state is one."""
+        """Return the first part of each layer as vectors, [B, rows, X]; a state is one vector."""
         firsts = (
             (kept[0], parts[0])
             for kept, parts in zip(self.taken_apart(memory).layers, self.parts.layers, strict=True)
@@ -110,15 +110,15 @@ class MemoryLayout:
         return [_vectors(part, tensor) for tensor, part in firsts]
 
     def moved(self, memory: Memory, device: torch.device, dtype: torch.dtype) -> Memory:
-        """Return the memory on a device, activations in `dtype`."""
+        """Return the memory on a device, with activations in `dtype`."""
         parts = zip(self.parts, memory, strict=True)
         return tuple(tensor.to(device, _dtype(part, dtype)) for part, tensor in parts)
 
     def after_forgotten_segment(self, memory: Memory | None, starts_BL: Tensor) -> Memory | None:
-        """Return the same memory after a segment that is not remembered.
+        """Return the memory after a segment whose hidden states are not kept.
 
-        Documents count from the segment's end. If documents are isolated, a lane where one
-        started has the state of an empty memory.
+        Rows stay, and their documents count from the segment's end. If documents are isolated, a
+        lane where one started gets the state of an empty memory.
         """
         if memory is None:
             return None
@@ -160,12 +160,12 @@ def lane_count(memory: Memory) -> int:
 
 
 def detached(memory: Memory) -> Memory:
-    """Return the same memory, through which no gradient goes."""
+    """Return the same memory, detached from the graph."""
     return tuple(part.detach() for part in memory)
 
 
 def selected_lanes(memory: Memory, lanes: Tensor | slice) -> Memory:
-    """Return the memory of these lanes, in this order; one may occur several times."""
+    """Return the memory of these lanes, in this order; a lane may occur several times."""
     return tuple(part[lanes] for part in memory)
 
 
@@ -186,7 +186,7 @@ def _shape(part: LanePart, num_lanes: int, rows: int) -> tuple[int, ...]:
 def _dtype(part: LanePart, activations: torch.dtype) -> torch.dtype:
     match part.kind:
         case "rows" | "state":
-            # A model in float64 has its states in float64.
+            # At least float32: a model in float64 keeps its states in float64.
             wider = torch.promote_types(activations, torch.float32)
             return wider if part.in_float32 else activations
         case "documents":
@@ -218,7 +218,7 @@ def _vectors(part: LanePart, tensor: Tensor) -> Tensor:
 
 
 def _fits(part: LanePart, tensor: Tensor, num_lanes: int) -> bool:
-    """Return whether this can be the part of that many lanes, with any number of rows."""
+    """Return whether shape and kind of dtype fit the part; the number of rows may be any."""
     rows = tensor.shape[1] if tensor.dim() > 1 else 0
     is_float = _dtype(part, torch.float32).is_floating_point
     return (
@@ -228,14 +228,14 @@ def _fits(part: LanePart, tensor: Tensor, num_lanes: int) -> bool:
 
 
 def segment_documents(remembered_BM: Tensor, num_tokens: int, starts_BL: Tensor | None) -> Tensor:
-    """Return the document of each token of the segment, [B, L]; 0 is the last row's in memory."""
+    """Return the document of each token, [B, L]; 0 is the document of the memory's last row."""
     if starts_BL is None:
         return remembered_BM.new_zeros(len(remembered_BM), num_tokens)
     return starts_BL.cumsum(1, dtype=torch.int32)
 
 
 def document_starts(tokens_BL: Tensor, end_id: int) -> Tensor:
-    """Return which tokens follow the end of a document, [B, L]; the first has none before it."""
+    """Return which tokens follow the end of a document, [B, L]; never the first one."""
     starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
     starts_BL[:, 1:] = tokens_BL[:, :-1] == end_id
     return starts_BL
@@ -244,8 +244,7 @@ def document_starts(tokens_BL: Tensor, end_id: int) -> Tensor:
 def last_rows(old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
     """Return the last `length` of the old rows and the new ones."""
     surplus = old_BMX.shape[1] + new_BLX.shape[1] - length
-    # A new tensor of exactly the rows kept: a view would keep the whole segment's activations
-    # alive.
+    # Copy the rows: a view would keep the activations of the whole segment in memory.
     first_new = max(0, surplus - old_BMX.shape[1])
     return torch.cat([old_BMX[:, max(0, surplus) :], new_BLX[:, first_new:]], dim=1)
 
@@ -253,8 +252,7 @@ def last_rows(old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
 def num_leaving_rows(num_recent: int, num_tokens: int, memory_length: int, rate: int) -> int:
     """Return how many rows leave the memory after a segment: whole groups beyond `memory_length`.
 
-    Groups are counted from the start of the stream, so what a group holds does not depend on where
-    segments end.
+    Groups count from the start of the stream, so their rows do not depend on the segment length.
     """
     return max(0, num_recent + num_tokens - memory_length) // rate * rate
 
@@ -266,9 +264,9 @@ def leaving_rows(recent_BMX: Tensor, segment_BLX: Tensor, count: int) -> Tensor:
 
 
 def grouped_documents(documents_BX: Tensor, rate: int) -> tuple[Tensor, Tensor]:
-    """Return the document of each compressed row, [B, K], and which rows of its group are of it.
+    """Return the document of each compressed row, [B, K]: the one of its group's last row.
 
-    A compressed row has the document of its group's last row. The second result is [B, K, rate].
+    Also return which rows of the group belong to that document, [B, K, rate].
     """
     documents_BKX = documents_BX.unflatten(1, (documents_BX.shape[1] // rate, rate))
     return documents_BKX[:, :, -1], documents_BKX == documents_BKX[:, :, -1:]

@@ -32,12 +32,13 @@ from pretrain.kernels.triton.tiling import (
     tiles_for,
 )
 
-SUM_TILE = Tile(16, 64)  # of the kernels that only sum
-UNLIMITED = 1 << 30  # a window of all keys: one number, since kernels are compiled for some numbers
+SUM_TILE = Tile(16, 64)  # for kernels that only sum
+# The window if all keys are seen. A constant, because Triton compiles kernels anew for some values.
+UNLIMITED = 1 << 30
 
 
 class Inputs(NamedTuple):
-    """The differentiable arguments; gradients and flags for them have the same order."""
+    """The differentiable arguments. Their gradients come in the same order."""
 
     query_BLNH: Tensor
     key_BCGH: Tensor
@@ -54,8 +55,8 @@ class Options:
     """The arguments of a call that have no gradient."""
 
     window: int
-    first_keys_BL: Tensor | None  # the first key each query sees
-    query_ends_BC: Tensor | None  # the end of the queries that see each key
+    first_keys_BL: Tensor | None  # the first key that each query sees
+    query_ends_BC: Tensor | None  # the end of the range of queries that see each key
     dropout_keys_B: Tensor | None
     drop_threshold: int
     deterministic: bool
@@ -75,8 +76,8 @@ class Call:
     def _arguments(self) -> dict[str, Any]:
         query, key, value, position, u, v, distance_bias, _ = self.inputs
         scale = self.variant(SUM_TILE).scale
-        # Added here, u and v cost little. In the kernels they would break the direct path from
-        # memory to the tensor cores.
+        # To add u and v here costs little. Added in the kernels, they would keep queries from going
+        # directly from memory to the tensor cores.
         content_query = (query if u is None else (query + u).to(query.dtype)).contiguous()
         options = self.options
 
@@ -137,7 +138,7 @@ class Call:
         heads_per_program: int = 1,
         **outputs: Any,
     ) -> None:
-        """Run `kernel` on the shared arguments and its own."""
+        """Run `kernel` with the arguments that all kernels take and its own."""
         variant = self.variant(
             tile, adds_positions=adds_positions, heads_per_program=heads_per_program
         )
@@ -200,7 +201,7 @@ def launch_forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _sinks_log2(inputs: Inputs) -> Tensor | None:
-    """Return the sinks as the kernels' sums have them, logarithms to base 2."""
+    """Return the sinks to base 2, as the kernels compute: exp2(x log2 e) is exp(x)."""
     return None if inputs.sinks_N is None else inputs.sinks_N.float() * math.log2(math.e)
 
 
@@ -217,8 +218,8 @@ def launch_backward(
     """Return the gradients of all inputs; of positions and distance biases only if needed."""
     call = Call(inputs, options)
     deltas_BNL = call.deltas(output_BLNH, output_gradient_BLNH)
-    # The kernel of the queries can add the positions' gradient atomically. The kernel for positions
-    # is needed for a fixed order, and for distance biases, which it sums on the way.
+    # The kernel of queries can add the gradient of positions atomically, in no fixed order. The
+    # kernel of positions adds in a fixed order, and it alone sums the gradients of distance biases.
     adds_positions = needs_position and not needs_distance_bias and not options.deterministic
     backward = Backward(call, adds_positions)
     for chunk in backward.chunks:
@@ -233,7 +234,7 @@ def launch_backward(
         # The gradients of u (through keys) and v add up to the queries' gradient.
         v_gradient = backward.query_sums_BNXH.sum((0, 2))[:, : call.H] - u_gradient
     sinks_N, sinks_gradient_N = _sinks_log2(inputs), None
-    if sinks_N is not None:  # minus its weight times delta: it has no value
+    if sinks_N is not None:  # a sink's value is zero, so its gradient is minus weight times delta
         weights_BNL = torch.exp2(sinks_N[:, None] - log_sums_BNL)
         sinks_gradient_N = -(weights_BNL * deltas_BNL).sum((0, 2))
     gradients = Inputs(
@@ -254,7 +255,7 @@ class Backward:
     """The outputs of the backward kernels, and their launches on one chunk of heads.
 
     `workspace` holds the gradients of a chunk's scores, a row for each query and a column for each
-    key. Kept from the kernel of the keys, they spare the others to compute the scores again.
+    key. The kernel of keys writes them, so the other kernels need not compute the scores again.
     """
 
     def __init__(self, call: Call, adds_positions: bool) -> None:
@@ -284,7 +285,7 @@ class Backward:
         is_split = needed.summed_elements > 0
         shape = (call.B, call.C, call.N if is_split else call.G, call.H)
         dtype = torch.float32 if is_split else inputs.key_BCGH.dtype
-        # Of keys and of values, summed over the heads of a program.
+        # The gradients of keys and of values, summed over the heads of a program.
         self.key_gradients = [inputs.key_BCGH.new_empty(shape, dtype=dtype) for _ in range(2)]
 
     def launch_keys(
@@ -392,17 +393,17 @@ def fused_relative_attention(
 ) -> Tensor:
     """Return the softmax of the scores, times the values: [B, L, N, H].
 
-    The scores are [(q_i + u) . k_j + (q_i + v) . r_ij] / sqrt(H) + biases. The queries are the last
-    L of the C keys. `position_CNH` are the projected encodings W_R R, row j for distance C - 1 - j;
-    `distance_bias_CN` has the same order. Without positions, u and v are None as well. `sinks_N`
-    are scores that join the softmax of every row and have no value.
+    The scores are [(q_i + u) . k_j + (q_i + v) . r_ij] / sqrt(H) + biases. The queries belong to
+    the last L of the C keys. `position_CNH` are the projected encodings W_R R, with row j for
+    distance C - 1 - j; `distance_bias_CN` has the same order. Without positions, u and v are None.
+    `sinks_N` are scores that each row's softmax includes, with a value of zero.
 
-    Hidden are keys after the query, keys at `max_distance` or more (`same_length`) and keys of
-    other documents, whose ids `documents_BC` never fall along C. `dropout` drops weights by a pure
-    function of (the lane's `dropout_keys_B`, head, query, key). Unless `deterministic`,
-    which runs one more kernel, the gradient of the positions is summed by atomic additions, in no
-    fixed order. The backward pass takes as many heads at a time as have their score gradients fit
-    into `workspace_bytes`, and at least one group of heads of one lane.
+    A query does not see keys after it, keys at `max_distance` or farther (`same_length`), and keys
+    of other documents; ids `documents_BC` must not decrease along C. `dropout` is a pure function
+    of (the lane's `dropout_keys_B`, head, query, key). `deterministic` runs one more kernel;
+    without it the gradient of positions is summed by atomic additions, in no fixed order. The
+    backward pass processes at once the heads whose score gradients fit into `workspace_bytes`, but
+    at least one group of heads of one lane.
 
     Query, key, value and position have one dtype. Call `unsupported_reason` first.
     """

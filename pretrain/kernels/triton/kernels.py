@@ -7,18 +7,18 @@ values [B, C, G, H] have their own strides. Scores stay unscaled, so that one fu
 element applies the scale and subtracts the maximum. Letters of shapes as in `pretrain.model`.
 
 Backward, keys and values: one program per key head, lane and tile of keys. It visits the tiles of
-queries that see its keys, so the sums stay in registers and no atomic additions are needed. Keys
-that the most queries see come first, of all heads, so that the last programs are short. Where that
-makes too few programs for a device, each head of a group has its own (`heads_per_program`), and the
-group's gradients are summed afterwards. Everything is transposed, [keys, queries], so that weights
-and their gradients enter the products from registers. Weights are computed again from the scores
-and the forward pass's `log_sums`, since keeping them would take [L, C] memory in every layer. The
-gradients of the scores go into a workspace of some heads at a time, where the kernels of queries
-and position rows find them.
+queries that see its keys, so sums stay in registers and no atomic additions are needed. Programs of
+keys that the most queries see start first, over all heads, so that no long program runs last. If
+there are too few programs for the device, each head of a group gets its own (`heads_per_program`),
+and the group's gradients are summed afterwards. Tiles are transposed, [keys, queries], so that
+weights and their gradients enter the products from registers. Weights are computed again from the
+scores and the forward pass's `log_sums`; to keep them would take [L, C] memory in every layer. The
+gradients of the scores go into a workspace, for some heads at a time. The kernels of queries and
+position rows read them there.
 
-Backward, position rows: one program per head and tile of them. It sums over the lanes and queries
-in a fixed order what the kernel of the keys has left, so it needs one product. Learned biases per
-distance get their gradient on the way.
+Backward, position rows: one program per head and tile of position rows. It sums the workspace's
+score gradients over lanes and queries, in a fixed order, so it needs only one product per tile. It
+also sums the gradients of learned biases per distance.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def biased_scores(
 
 @triton.jit
 def position_tiles(position_query, positions, first, num_keys, VARIANT: tl.constexpr):
-    """Return the product tiles before the one of position rows from `first` on.
+    """Return the two product tiles before the one of position rows from `first` on.
 
-    The first is the left half of its window, the second becomes part of the next one. If a tile has
-    twice as many queries as keys, its lower half lags by one tile of position rows.
+    The first result is the left half of the first window, the second goes into the next window. If
+    a tile has two queries per key, its lower half is one tile of position rows behind.
     """
     COLUMNS: tl.constexpr = VARIANT.columns
     tile = load_positions(positions, first - COLUMNS, num_keys, VARIANT)
@@ -86,8 +86,8 @@ def tile_scores(
 ):  # fmt: skip
     """Return a tile's scores by key, and the product tiles that the next tile of keys reuses.
 
-    `first` is the position row of the tile's "near" product, `left` the left half of its window
-    (see `tiles`). Neighboring tiles of keys share a product, so each is computed once.
+    `first` is the first position row of the tile's "near" product, `left` the left half of its
+    window (see `tiles`). Neighboring tiles of keys share a product, which is computed once.
     """
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
@@ -135,7 +135,7 @@ def _visit_keys(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * VARIANT.scale_log2)
         reference = new_maximum
         if IS_MASKED:
-            # A row that has seen no key yet would subtract infinity from infinity.
+            # For a row that has seen no key yet, -inf - (-inf) would give NaN.
             reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores * VARIANT.scale_log2 - reference[:, None])
         decay = tl.exp2(maximum - reference)
@@ -166,9 +166,9 @@ def forward_kernel(
     ROW: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
     num_tiles = tl.cdiv(L, ROWS)
     lane_head = (tl.program_id(0) // num_tiles).to(tl.int64)
-    i0 = (
-        num_tiles - 1 - tl.program_id(0) % num_tiles
-    ) * ROWS  # the longest rows first: they take longest
+    # Programs start in order. The last queries see the most keys, so they come first, and no long
+    # program runs alone at the end.
+    i0 = (num_tiles - 1 - tl.program_id(0) % num_tiles) * ROWS
     lane = lane_head // VARIANT.num_heads
     head = (lane_head % VARIANT.num_heads).to(tl.int32)
     group = (head // VARIANT.heads_per_group).to(tl.int64)
@@ -191,8 +191,8 @@ def forward_kernel(
     if VARIANT.drop_threshold:
         dropout_key = tl.load(dropout_keys + lane)
 
-    # Tiles of keys outside [first, last) are hidden from all queries and skipped. Tiles in
-    # [whole, ragged) are seen by all queries and need no mask; those before and after need it.
+    # Skip tiles of keys outside [first, last), which no query sees. All queries see the tiles in
+    # [whole, ragged) completely: only the tiles before and after those need a mask.
     first = tl.maximum(tl.maximum(i0 + M - window + 1, lowest_first), 0) // COLUMNS * COLUMNS
     last = tl.cdiv(tl.minimum(num_keys, i0 + ROWS + M), COLUMNS) * COLUMNS
     whole = tl.maximum(tl.maximum(i0 + ROWS + M - window, highest_first), 0)
@@ -204,7 +204,7 @@ def forward_kernel(
     total = tl.zeros([ROWS], dtype=tl.float32)
     maximum = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     if VARIANT.has_sinks:
-        # As after a key with the sink's score and a value of zeros.
+        # The state after one key with the sink's score and a value of zeros.
         maximum = tl.zeros([ROWS], dtype=tl.float32) + tl.load(sinks + head)
         total += 1.0
     position_query = content_query
@@ -241,8 +241,8 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """Write the gradients of keys and values [B, C, G, H], and score_sums [B, N, C].
 
-    score_sums are the sums of each key's score gradients over the queries. A program has one or all
-    heads of a group; with one, the gradients have a row for each head, [B, C, N, H].
+    score_sums are each key's score gradients, summed over the queries. A program has all heads of a
+    group or one; with one, the gradients have a row for each head, [B, C, N, H].
     """
     ROWS: tl.constexpr = VARIANT.rows
     COLUMNS: tl.constexpr = VARIANT.columns
@@ -268,7 +268,8 @@ def key_gradient_kernel(
     dropout_key = tl.zeros([], dtype=tl.int64)
     if VARIANT.drop_threshold:
         dropout_key = tl.load(dropout_keys + lane)
-    # Queries before `first` come before all keys of the tile; from `last` on they are too far away.
+    # Queries before `first` see no key of the tile: all come later. Queries from `last` on are
+    # beyond the window or in another document.
     first = tl.maximum(j0 - M, 0) // ROWS * ROWS
     last = tl.minimum(L, j0 + COLUMNS - 1 + window - M)
     if VARIANT.has_starts:
@@ -354,8 +355,8 @@ def content_bias_kernel(
 ):
     """Write content_sums [B, N, tiles, padded H], each tile's part of the gradient of u.
 
-    These are the tile's keys weighted with score_sums. This kernel reads the keys once more; in the
-    kernel above the sum would occupy registers in the whole loop.
+    That is the sum of the tile's keys, weighted with score_sums. It costs another read of the keys;
+    in `key_gradient_kernel` the sum would occupy registers during the whole loop.
     """
     COLUMNS: tl.constexpr = VARIANT.columns
     PADDED: tl.constexpr = VARIANT.padded_width
@@ -397,10 +398,10 @@ def position_gradient_kernel(
     exists = rows < num_keys
     position_gradient = tl.zeros([COLUMNS, PADDED], dtype=tl.float32)
     bias_gradient = tl.zeros([COLUMNS], dtype=tl.float32)
-    # If all rows of the tile are too far away, no query sees any.
+    # If the window hides all rows of this tile, there is nothing to sum.
     num_lanes = tl.where(p0 + COLUMNS <= num_keys - window, 0, chunk_lanes)
-    # Query i meets this tile's last row at key 0 when i = L - 1 - (p0 + COLUMNS - 1); queries
-    # before meet none.
+    # Query i uses this tile's last row for key 0 if i = L - 1 - (p0 + COLUMNS - 1). Earlier queries
+    # use no row of the tile.
     first = tl.maximum(L - p0 - COLUMNS, 0) // ROWS * ROWS
     steps_per_lane = tl.cdiv(L - first, ROWS)
     for step in range(num_lanes * steps_per_lane):
@@ -446,9 +447,10 @@ def position_gradient_kernel(
 
 @triton.jit
 def delta_kernel(outputs, output_gradients, deltas, L, VARIANT: tl.constexpr):
-    """Write deltas [B, N, L]: the sums over each row of output times gradient of the output.
+    """Write deltas [B, N, L]: each query's sum over H of output times gradient of the output.
 
-    With them the softmax's gradient needs no second pass over the keys.
+    It equals the sum of weights times their gradients that the softmax's gradient needs, and so
+    spares a pass over the keys.
     """
     ROWS: tl.constexpr = VARIANT.rows
     ROW: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
@@ -469,11 +471,11 @@ def _add_position_part(
     position_gradients, L, num_keys, score_row,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Add the part of position rows `first`, ... to the query gradient.
+    """Add the part of a tile of position rows, from `first` on, to the query gradient.
 
-    With adds_positions also add to the gradient of the position rows. Every lane and every tile of
-    queries contributes to the same rows, and programs cannot wait for each other, so this is atomic
-    and in no fixed order. `backward_positions` is the alternative.
+    With adds_positions also add to the gradient of the position rows. Programs of all lanes and
+    tiles of queries add to the same rows and cannot wait for each other, so additions are atomic
+    and in no fixed order. `position_gradient_kernel` is the deterministic alternative.
     """
     ROW: tl.constexpr = VARIANT.num_heads * VARIANT.head_width
     score_gradient = load_shifted(matrix, i0, first, lowest, highest, L, score_row, VARIANT)
@@ -510,9 +512,7 @@ def query_gradient_kernel(
     num_tiles = tl.cdiv(L, ROWS)
     chunk_heads = chunk_groups * VARIANT.heads_per_group
     chunk_head = tl.program_id(0) // num_tiles
-    tile_index = (
-        num_tiles - 1 - tl.program_id(0) % num_tiles
-    )  # the longest rows first: they take longest
+    tile_index = num_tiles - 1 - tl.program_id(0) % num_tiles  # the longest programs first
     i0 = tile_index * ROWS
     lane = (first_lane + chunk_head // chunk_heads).to(tl.int64)
     head = first_group * VARIANT.heads_per_group + chunk_head % chunk_heads
@@ -538,8 +538,9 @@ def query_gradient_kernel(
     last = tl.cdiv(tl.minimum(num_keys, i0 + ROWS + M), COLUMNS) * COLUMNS
 
     query_gradient = tl.zeros([ROWS, PADDED], dtype=tl.float32)
-    # The shifted part of a tile of keys is read soon after the tile itself, so it is in a cache.
-    to_rows = L - i0 - ROWS  # from the first key of a tile to the first row that any query meets
+    # The score gradients are read twice, by key and by position row. Both reads of a tile follow
+    # each other, so the second one hits a cache.
+    to_rows = L - i0 - ROWS  # from a tile's first key to the first position row that queries use
     for j0 in range(first, last, COLUMNS):
         columns = j0 + tl.arange(0, COLUMNS)
         key_tile = load_rows(keys, j0, num_keys, VARIANT.key_row, COLUMNS, VARIANT)
@@ -548,7 +549,7 @@ def query_gradient_kernel(
             + (tl.arange(0, ROWS)[:, None] * score_row + tl.arange(0, COLUMNS)[None, :]),
             mask=exists[:, None], other=0.0,
         )  # fmt: skip
-        # Whole rows are loaded, for wide loads; what no program has written is replaced.
+        # Loads without this mask are wider. What no program has written is replaced after them.
         visible = (columns[None, :] >= lowest[:, None]) & (columns[None, :] <= highest[:, None])
         score_gradient = tl.where(visible, score_gradient, 0.0)
         query_gradient = tl.dot(
@@ -560,7 +561,7 @@ def query_gradient_kernel(
                 positions, position_gradients, L, num_keys, score_row, VARIANT,
             )  # fmt: skip
     if VARIANT.has_position:
-        # The first queries of the tile meet the last keys at later rows.
+        # For the last keys, the tile's first queries use later position rows: ROWS more.
         for j0 in range(tl.maximum(last, first), tl.maximum(last, first) + ROWS, COLUMNS):
             query_gradient = _add_position_part(
                 query_gradient, matrix, i0, j0 + to_rows, lowest, highest, position_queries,
