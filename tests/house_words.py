@@ -20,7 +20,10 @@ MOST_PARAGRAPHS = 4  # of a module's docstring: more have more than one subject
 # Every module of a command has these; the modules of shard formats, and those that an export takes
 # along, define what others define, under the same names on purpose.
 SHARED_NAMES = frozenset({"main", "run", "add_arguments"})
-TWINS = re.compile(r"data_pipeline/shards/|pretrain/weights/huggingface/\w+_xl_pretrain.py")
+TWINS = re.compile(
+    r"data_pipeline/shards/|pretrain/weights/huggingface/\w+_xl_pretrain.py"
+    r"|pretrain/mixers/\w+/exported.py"
+)
 PHRASES = (
     r"\bth(?:ose|at) of\b",
     r"\b(?:is|are) none\b",

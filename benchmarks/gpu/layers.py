@@ -15,8 +15,9 @@ from benchmarks.gpu.findings import Context, wait_for
 from benchmarks.gpu.training import measured_run
 from benchmarks.peer_sides import Case, OurSide, nvidia_side
 from pretrain.kernels.flash_linear_attention import missing_package
+from pretrain.mixers.deltanet.facts import widths_of
+from pretrain.mixers.deltanet.module import GatedDeltaNet
 from pretrain.model.cached import new_stream
-from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.transformer_xl import TransformerXL
 
 # NVIDIA's wt103_base.yaml, with the tokens of one of its eight GPUs, and a whole softmax.
@@ -35,7 +36,7 @@ def deltanet(context: Context) -> None:
     run, device = measured_run("xl_modern_1b hybrid", context), context.device
     B, L, N = run.data.lanes, run.data.segment_length, run.model.num_heads
     segment_BLD = torch.randn(B, L, run.model.d_model, device=device, dtype=context.dtype)
-    state_BNHX = torch.zeros(B, N, run.model.head_width, run.model.deltanet_value_width)
+    state_BNHX = torch.zeros(B, N, run.model.head_width, widths_of(run.model, "deltanet").value)
     segment_BLD.requires_grad_()
     for name in ("ours", "fla"):
         missing = missing_package()

@@ -126,7 +126,7 @@ def visible_flops_per_token(run: RunConfig) -> float:
     cost, length = run_cost(run).flops_per_token, run.data.segment_length
     remembered = mean_memory(run.model)
     hidden = 1.0 - (remembered + (length + 1) / 2) / (remembered + length)
-    return cost - 3 * hidden * token_flops(run.model, length, run.data.lanes).attention
+    return cost - 3 * hidden * token_flops(run.model, length, run.data.lanes).parts["attention"]
 
 
 def makers_peak(device_name: str) -> float | None:

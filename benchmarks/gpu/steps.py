@@ -65,7 +65,7 @@ STEPS = (
          (*_KERNELS, "benchmarks/gpu/attention.py")),
     Step("deltanet", "benchmarks.gpu.layers:deltanet", 20, 120,
          "a Gated DeltaNet layer with and without fla",
-         ("pretrain/model/gated_deltanet.py", "benchmarks/gpu/layers.py")),
+         ("pretrain/mixers/deltanet/module.py", "benchmarks/gpu/layers.py")),
     Step("evaluation", "benchmarks.gpu.layers:evaluation", 30, 120,
          "scored tokens/s of xl_modern_1b in bf16 and fp32", (*_MODEL, "benchmarks/gpu/layers.py")),
     Step("nvidia", "benchmarks.gpu.layers:nvidia", 20, 120,

@@ -13,7 +13,7 @@ from torch.nn.functional import layer_norm
 
 from benchmarks.measure import Comparison, timed
 from pretrain.config.run import ModelConfig
-from pretrain.model.attention import RelativeAttention
+from pretrain.mixers.attention.module import RelativeAttention
 from pretrain.model.positions import RelativePositions
 from pretrain.model.visibility import Visibility
 from tests.helpers.reference_attention import ReferenceAttention

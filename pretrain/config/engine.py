@@ -84,23 +84,15 @@ class Attention(Enum):
     PLAIN = "plain operations, slower and with every score in memory"
 
 
-class DeltaRule(Enum):
-    """How the gated delta rule is computed."""
-
-    CHUNKS = "plain operations in chunks"
-    FLA = "flash-linear-attention"
-
-
 @dataclass(frozen=True)
 class Limit:
-    """What excludes a model from some kinds of attention, or of the delta rule."""
+    """What excludes a model from some kinds of attention."""
 
     option: str
     applies: Callable[[ModelConfig, bool], bool]  # to a model, in half precision or not
     sdpa: bool = False  # `scaled_dot_product_attention` cannot express it
     flash: bool = False  # on a GPU it would not use FlashAttention for it
     fused: bool = False  # the fused kernel does not support it
-    fla: bool = False  # flash-linear-attention's delta rule does not support it
 
 
 LIMITS = (
@@ -115,17 +107,8 @@ LIMITS = (
     # Its masks are a function of seed, step, layer and lane; torch's are not.
     Limit("model.attention_dropout", lambda model, _: model.attention_dropout > 0, sdpa=True),
     Limit("heads wider than 128", lambda model, _: model.head_width > 128, fused=True),
-    Limit(
-        "heads wider than 256",
-        lambda model, _: model.head_width > 256,
-        flash=True,
-        fused=True,
-        fla=True,
-    ),
-    Limit("heads of odd width", lambda model, _: model.head_width % 2 > 0, fla=True),
-    Limit(
-        "activations in float32", lambda _, is_half: not is_half, flash=True, fused=True, fla=True
-    ),
+    Limit("heads wider than 256", lambda model, _: model.head_width > 256, flash=True, fused=True),
+    Limit("activations in float32", lambda _, is_half: not is_half, flash=True, fused=True),
 )
 
 
@@ -155,20 +138,6 @@ def chosen_attention(
     return Attention.PLAIN, f"{reason}; not the fused kernel: {', '.join(for_fused)}"
 
 
-def chosen_delta_rule(
-    kernel: AttentionKernel, model: ModelConfig, *, on_gpu: bool, is_half: bool
-) -> tuple[DeltaRule, str]:
-    """Return how deltanets compute with this `engine.attention_kernel`, and why not faster."""
-    if not on_gpu:
-        return DeltaRule.CHUNKS, ""
-    reasons = [limit.option for limit in LIMITS if limit.fla and limit.applies(model, is_half)]
-    if kernel in ("plain", "sdpa"):
-        reasons = [f"engine.attention_kernel={kernel}", *reasons]
-    if not reasons:
-        return DeltaRule.FLA, ""
-    return DeltaRule.CHUNKS, f"not flash-linear-attention: {', '.join(reasons)}"
-
-
 def attention_in(
     engine: EngineConfig, model: ModelConfig, *, on_gpu: bool
 ) -> tuple[Attention, str]:
@@ -185,7 +154,6 @@ def check_attention(engine: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(f"{setting} cannot express {', '.join(limits)}; use auto")
 
 
-def described(kind: Attention | DeltaRule, reason: str) -> str:
-    """Return in one line how a model attends or computes the delta rule on a GPU, and why."""
-    name = "attention" if isinstance(kind, Attention) else "delta rule"
-    return f"{name}: {kind.value}" + (f" ({reason})" if reason else "")
+def described(kind: Attention, reason: str) -> str:
+    """Return in one line how a model attends on a GPU, and why."""
+    return f"attention: {kind.value}" + (f" ({reason})" if reason else "")

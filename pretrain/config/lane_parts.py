@@ -1,40 +1,16 @@
 """What each lane carries from segment to segment: every tensor of its memory, by the settings.
 
-A kind of layer carries what `_layer_parts` lists for it. Checkpoints, elastic resumes, offloaded
-memories, evaluation and costs go through this list and know no kind of layer. Torch-free.
+A kind of layer carries what its facts say. Checkpoints, elastic resumes, offloaded memories,
+evaluation and costs go through this list and know no kind of layer. Torch-free.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from pretrain.config.model import CONVOLUTION_WIDTH, ModelConfig
-
-# rows: one per remembered token, or per group of tokens; none at first.
-# documents: the document of each row, counted back from the lane's last token (0, -1, ...).
-# state: of fixed size, zeros at first; it belongs to the document of the lane's last token.
-PartKind = Literal["rows", "documents", "state"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanePart:
-    """One tensor of a memory: [lanes, rows, *shape], or [lanes, *shape] if it is a state."""
-
-    name: str  # in checkpoints, too
-    kind: PartKind
-    shape: tuple[int, ...] = ()
-    length: int = 0  # rows when the memory is full
-    waiting: int = 0  # rows beyond `length` that wait until their group is complete
-    in_float32: bool = False  # whatever the precision; other rows and states are activations
-
-    def num_bytes(self, activation_bytes: int) -> int:
-        """Return the bytes of one lane when the memory is full."""
-        rows = 1 if self.kind == "state" else self.length
-        width = 4 if self.in_float32 or self.kind == "documents" else activation_bytes
-        return rows * math.prod(self.shape) * width
+from pretrain.config.mixer import LanePart
+from pretrain.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -82,17 +58,10 @@ def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LanePart
 
 
 def _layer_parts(model: ModelConfig, index: int, length: int) -> tuple[LanePart, ...]:
-    """Return the parts of a layer by its kind."""
-    name, heads = f"layers.{index}", model.num_heads
-    if model.layer_kind(index) == "deltanet":
-        # The state of every head, and what the short convolution still reads.
-        state = (heads, model.head_width, model.deltanet_value_width)
-        tail = (CONVOLUTION_WIDTH - 1, heads * (2 * model.head_width + model.deltanet_value_width))
-        return (
-            LanePart(name=f"{name}.state", kind="state", shape=state, in_float32=True),
-            LanePart(name=f"{name}.tail", kind="state", shape=tail),
-        )
-    # Its inputs, and the compressed ones if any.
+    """Return the parts of a layer: what its mixer carries, or rows of its inputs."""
+    name, mixer = f"layers.{index}", model.mixer(index)
+    if not mixer.has_rows:
+        return tuple(replace(part, name=f"{name}.{part.name}") for part in mixer.states(model))
     shape, waiting = (model.d_model,), _waiting(model, length)
     hidden = LanePart(
         name=f"{name}.hidden", kind="rows", shape=shape, length=length, waiting=waiting

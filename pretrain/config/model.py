@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from data_pipeline.config import LARGEST_VOCABULARY, MOST_ROWS
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, shown
 from foundation.settings import Range, check_ranges, setting
+from pretrain.config.mixer import Mixer, mixer_facts
 
-LayerKind = Literal["attention", "deltanet"]
 FeedForwardKind = Literal["relu", "relu2", "gelu", "swiglu"]
 Positions = Literal["relative", "rope", "alibi", "t5"]
 RopeExtension = Literal["none", "ntk", "yarn"]
@@ -39,9 +39,7 @@ _NO_FUNCTION = (
 )  # fmt: skip
 T5_BUCKETS, T5_MAX_DISTANCE = 32, 128  # Raffel et al. 2020
 PROJECTION_INIT_STD = 0.01  # the paper's code
-CONVOLUTION_WIDTH = 4  # tokens that a deltanet layer's short convolution sees
-DELTANET_EXPANSION = 2  # width of a deltanet head's values, in widths of its keys
-DELTANET_CHUNK = 64  # tokens, at most, that a deltanet layer computes together
+DEFAULT_KIND = "attention"  # of layers
 GATED_MULTIPLE = 64  # the derived width of a gated layer is rounded up to this
 MOST_LAYERS = MOST_HEADS = 4096
 LARGEST_WIDTH = 1 << 16
@@ -96,8 +94,10 @@ class ModelConfig:
     """Size of the vocabulary where there is no corpus yet; a corpus decides; 0: not known."""
     num_layers: int = setting(4, Range(1, MOST_LAYERS), unit="layers")
     """Transformer layers."""
-    layer_kinds: tuple[LayerKind, ...] = ()
+    layer_kinds: tuple[str, ...] = ()
     """Kinds of the layers, repeated over `num_layers`; several: a hybrid; []: attention in all."""
+    mixers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Settings of kinds of layers, by kind; docs/model.md explains them."""
     d_model: int = setting(128, Range(2, LARGEST_WIDTH), unit="channels")
     """Width of the hidden states that layers pass on and memory keeps."""
     num_heads: int = setting(4, Range(1, MOST_HEADS), unit="heads")
@@ -172,7 +172,7 @@ class ModelConfig:
                 f"model.d_model={self.d_model} does not divide into num_heads={self.num_heads}; "
                 "set model.d_head or change one of them"
             )
-        kinds = self.layer_kinds or ("attention",)
+        kinds = self.layer_kinds or (DEFAULT_KIND,)
         for name, pattern in (("layer_kinds", kinds), ("memory_length", self._memory_pattern)):
             if not pattern or self.num_layers % len(pattern):
                 raise ConfigError(
@@ -180,6 +180,7 @@ class ModelConfig:
                     f"over num_layers={self.num_layers}; use a list of a length that divides the "
                     "layers"
                 )
+        self._check_kinds()
         self._check_memory()
         if self.num_heads % self.key_heads:
             raise ConfigError(
@@ -190,6 +191,15 @@ class ModelConfig:
         self._check_positions()
         self._check_compression()
         self._check_adaptive()
+
+    def _check_kinds(self) -> None:
+        if unused := sorted(self.mixers.keys() - self.kinds):
+            raise ConfigError(
+                f"model.mixers.{unused[0]}: no layer is of this kind; found {', '.join(self.kinds)}"
+            )
+        for mixer in self.mixers_used:
+            self.mixer_settings(mixer.kind)
+            mixer.check(self)
 
     def _check_memory(self) -> None:
         if self.same_length and self.memory_tokens:
@@ -269,8 +279,8 @@ class ModelConfig:
         """
         settings = {name: value for name, value in vars(self).items() if name not in _NO_FUNCTION}
         settings |= {"num_key_heads": self.key_heads, "d_head": self.head_width}
-        kinds = map(self.layer_kind, range(self.num_layers))
-        settings["layer_kinds"] = tuple(kinds) if self.num_deltanet_layers else ()
+        is_default = set(self.kinds) == {DEFAULT_KIND}
+        settings["layer_kinds"] = () if is_default else self.kinds
         settings |= {"d_inner": self.inner_width, "d_embed": self.embedding_width}
         settings |= {"base_width": self.base_width or self.d_model}
         settings["tie_projections"] = tuple(
@@ -278,13 +288,15 @@ class ModelConfig:
         )
         if not self.compressed_length:
             del settings["compression_rate"]
+        if not self.mixers:
+            del settings["mixers"]
         return settings
 
     def memory_lengths(self, longest: int | None = None) -> tuple[int, ...]:
         """Return the memory length of each layer, lowest first.
 
         `longest` replaces that of the layers that remember the most; no other layer gets more than
-        it has. Of a layer without attention it means nothing, and is at most the longest.
+        it has. Of a layer without rows it means nothing, and is at most the longest.
         """
         most = self.longest_memory
         longest = most if longest is None else longest
@@ -311,10 +323,9 @@ class ModelConfig:
 
     @property
     def attended_lengths(self) -> tuple[int, ...]:
-        """The lengths of layers with attention; of all layers if none has."""
+        """The lengths of layers that read remembered rows; of all layers if none does."""
         lengths = self._memory_pattern * (self.num_layers // len(self._memory_pattern))
-        numbered = enumerate(lengths)
-        attended = (length for i, length in numbered if self.layer_kind(i) == "attention")
+        attended = (length for i, length in enumerate(lengths) if self.mixer(i).has_rows)
         return tuple(attended) or lengths
 
     def with_memory(self, longest: int) -> ModelConfig:
@@ -328,9 +339,39 @@ class ModelConfig:
         """Return whether bin `index` of the output layer uses the embedding's projection."""
         return bool(self.tie_projections) and self.tie_projections[index]
 
-    def layer_kind(self, layer: int) -> LayerKind:
-        """Return the kind of a layer, counted from 0."""
-        return self.layer_kinds[layer % len(self.layer_kinds)] if self.layer_kinds else "attention"
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer."""
+        pattern = self.layer_kinds or (DEFAULT_KIND,)
+        return pattern * (self.num_layers // len(pattern))
+
+    def mixer(self, layer: int) -> Mixer:
+        """Return the facts of a layer's mixer; layers are counted from 0."""
+        kinds = self.layer_kinds or (DEFAULT_KIND,)
+        return mixer_facts(kinds[layer % len(kinds)])
+
+    @property
+    def mixers_used(self) -> list[Mixer]:
+        """The facts of each kind that is used, in the order of the layers."""
+        return [mixer_facts(kind) for kind in dict.fromkeys(self.kinds)]
+
+    def mixer_settings(self, kind: str) -> Any:
+        """Return what `mixers` says of a kind, as the settings of its facts."""
+        schema, given = mixer_facts(kind).settings, self.mixers.get(kind, {})
+        defaults = {entry.name: entry.default for entry in fields(schema)} if schema else {}
+        for name, value in given.items():
+            default = defaults.get(name)
+            types = (int, float) if isinstance(default, float) else type(default)
+            is_same = isinstance(value, types) and isinstance(value, bool) == (types is bool)
+            if name not in defaults or not is_same:
+                raise ConfigError(
+                    f"model.mixers.{kind}.{name}={shown(value)}: expected a setting as {defaults}"
+                )
+        if schema is None:
+            return None
+        settings = schema(**given)
+        check_ranges(f"model.mixers.{kind}.", settings)
+        return settings
 
     @property
     def period(self) -> int:
@@ -338,17 +379,9 @@ class ModelConfig:
         return math.lcm(len(self.layer_kinds) or 1, len(self._memory_pattern))
 
     @property
-    def num_attention_layers(self) -> int:
-        kinds = self.layer_kinds or ("attention",)
-        return kinds.count("attention") * (self.num_layers // len(kinds))
-
-    @property
-    def num_deltanet_layers(self) -> int:
-        return self.num_layers - self.num_attention_layers
-
-    @property
-    def deltanet_value_width(self) -> int:
-        return DELTANET_EXPANSION * self.head_width
+    def num_layers_with_rows(self) -> int:
+        """Layers that read remembered rows: those with attention."""
+        return sum(self.mixer(layer).has_rows for layer in range(self.num_layers))
 
     @property
     def head_width(self) -> int:

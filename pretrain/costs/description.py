@@ -8,7 +8,7 @@ from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
 from foundation.cli import Answer
 from foundation.progress import duration
-from pretrain.config.engine import Attention, DeltaRule, attention_in, described
+from pretrain.config.engine import Attention, attention_in, described
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
@@ -33,7 +33,6 @@ from pretrain.costs.run_time import (
     scored_tokens,
     split_here,
 )
-from pretrain.kernels.flash_linear_attention import delta_rule_here
 from pretrain.terminal.text import counted, si, step_time
 
 LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microseconds each
@@ -74,8 +73,13 @@ def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) ->
         "model": model,
         "ranks": hardware.world_size,
         "device": hardware.name,
-        "parameters": {"total": parameters.total, "body": parameters.body, **vars(parameters)},
-        "flops_per_token": {"training": flops.training, "forward": flops.forward, **vars(flops)},
+        "parameters": {"total": parameters.total, "body": parameters.body, **parameters.parts},
+        "flops_per_token": {
+            "training": flops.training,
+            "forward": flops.forward,
+            **flops.parts,
+            "without_gradient": flops.without_gradient,
+        },
         "device_bytes": {"total": footprint.device, **footprint.parts},
         "usable_device_bytes": hardware.usable_memory,
         "fits": footprint.device <= hardware.usable_memory,
@@ -108,13 +112,12 @@ def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
     if not hardware.on_gpu:
         return []
     engine, model = config.engine, config.model
-    paths: list[tuple[Attention | DeltaRule, str]] = [attention_in(engine, model, on_gpu=True)]
-    kernel, is_half = engine.attention_kernel, engine.number_format != "fp32"
-    if model.num_deltanet_layers:
-        paths.append(delta_rule_here(kernel, model, on_gpu=True, is_half=is_half))
-    lines = [described(*path) for path in paths]
-    if kernel == "atomic" and paths[0][0] is not Attention.PLAIN:
-        unordered = f"engine.attention_kernel={kernel} sums in no fixed order"
+    attention = attention_in(engine, model, on_gpu=True)
+    lines = [described(*attention)]
+    for mixer in model.mixers_used:
+        lines += mixer.paths(model, engine)
+    if engine.attention_kernel == "atomic" and attention[0] is not Attention.PLAIN:
+        unordered = f"engine.attention_kernel={engine.attention_kernel} sums in no fixed order"
         lines.append(f"a resume is not bitwise: {unordered}")
     return lines
 
@@ -123,7 +126,7 @@ def _parameter_lines(parameters: Parameters) -> list[str]:
     return [
         _row("parameters", f"{parameters.total:,}", f"({si(parameters.total)})"),
         _row("  body", f"{parameters.body:,}"),
-        *(_row(_part(name), f"{count:,}") for name, count in vars(parameters).items() if count),
+        *(_row(_part(name), f"{count:,}") for name, count in parameters.parts.items() if count),
     ]
 
 
@@ -131,10 +134,9 @@ def _flops_lines(flops: Flops, parameters: Parameters) -> list[str]:
     six_nd = 6.0 * parameters.total
     passes = f"(forward {_flop(flops.forward)}, backward {_flop(flops.training - flops.forward)})"
     off = f"would be off by {six_nd / flops.training - 1:+.0%}"
-    parts = {name: each for name, each in vars(flops).items() if name != "without_gradient"}
     return [
         _row("FLOPs per token", _flop(flops.training), passes),
-        *(_row(_part(name), _flop(each)) for name, each in parts.items() if each),
+        *(_row(_part(name), _flop(each)) for name, each in flops.parts.items() if each),
         _row("  6N", _flop(six_nd), off),
     ]
 

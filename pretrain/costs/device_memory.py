@@ -22,20 +22,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from foundation.errors import ConfigError
-from pretrain.config.engine import Attention, DeltaRule, attention_in
 from pretrain.config.lane_parts import lane_parts
-from pretrain.config.model import (
-    CONVOLUTION_WIDTH,
-    FEED_FORWARDS,
-    POSITIONS,
-    LayerKind,
-    ModelConfig,
-)
+from pretrain.config.mixer import LayerBytes, SegmentSize, activation_bytes, mixer_facts
+from pretrain.config.model import FEED_FORWARDS, ModelConfig
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.costs.flops import (
     Parameters,
-    delta_rule_chunks,
+    kinds_and_rows,
     moment_bytes,
     parameter_counts,
     pass_lanes,
@@ -44,15 +38,10 @@ from pretrain.costs.flops import (
     weight_shapes,
 )
 from pretrain.costs.hardware import GIB
-from pretrain.kernels.flash_linear_attention import CHUNK_TOKENS, delta_rule_here
-from pretrain.kernels.triton.tiling import backward_workspace, built_in_tiles
 
 MASTER_BYTES = 4
-EXACT_BYTES = 4  # the delta rule computes in float32
 # Logits, their float32 softmax, its gradient; of z-loss another softmax and the sum of gradients.
 LOGIT_COPIES, LOGIT_COPIES_OF_Z_LOSS = 3, 5
-TILE_CAPABILITY = (9, 0)  # its tiles round the workspace's rows; other GPUs' tiles are as wide
-TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
 # Elements of a bucket at least: smaller sums take as long as this one on most networks.
 SMALLEST_BUCKET = 1 << 22
 COPIED = 500_000_000  # elements at most that stages 0 and 1 copy at a time, to sum them
@@ -143,7 +132,7 @@ class Footprint:
 
     @property
     def _weight_bytes(self) -> int:
-        return activation_bytes(self.run)
+        return activation_bytes(self.run.engine)
 
     @property
     def _gradients(self) -> float:
@@ -242,10 +231,7 @@ class Footprint:
     @cached_property
     def _layers(self) -> list[LayerBytes]:
         model, lanes = self.run.model, pass_lanes(self.run, self.world_size)
-        kinds: list[tuple[LayerKind, int]] = [
-            (model.layer_kind(index), length + model.compressed_length)
-            for index, length in enumerate(model.memory_lengths())
-        ]
+        kinds = list(kinds_and_rows(model))
         # Each kind once, because plans ask for thousands of settings.
         by_kind = {kind: layer_bytes(self.run, lanes, self.on_gpu, *kind) for kind in set(kinds)}
         return [by_kind[kind] for kind in kinds]
@@ -303,12 +289,7 @@ def checkpoint_bytes(run: RunConfig) -> float:
 
 def lane_bytes(run: RunConfig) -> int:
     """Return the bytes that each lane carries from segment to segment when its memory is full."""
-    return lane_parts(run.model).num_bytes(activation_bytes(run))
-
-
-def activation_bytes(run: RunConfig) -> int:
-    """Return the bytes of an element of an activation, and of a weight that computes it."""
-    return 4 if run.engine.number_format == "fp32" else 2
+    return lane_parts(run.model).num_bytes(activation_bytes(run.engine))
 
 
 def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gpu: bool) -> None:
@@ -326,122 +307,27 @@ def check_host_memory(run: RunConfig, world_size: int, ranks_on_node: int, on_gp
         )
 
 
-@dataclass(frozen=True)
-class LayerBytes:
-    """Bytes of one layer for a segment of all lanes of a pass, counted tensor by tensor."""
-
-    kept: float  # from forward to backward
-    repeated: float  # of these, what selective checkpointing computes again
-    working: float  # during its backward pass only: about the gradients of what was kept
-    workspace: float = 0.0  # of these, what fused kernels pass to each other
-
-
-def layer_bytes(
-    run: RunConfig, lanes: int, on_gpu: bool, kind: LayerKind, memory: int
-) -> LayerBytes:
+def layer_bytes(run: RunConfig, lanes: int, on_gpu: bool, kind: str, memory: int) -> LayerBytes:
     """Return what a layer that remembers `memory` rows occupies, compressed ones included."""
-    model, width = run.model, activation_bytes(run)
+    model, width, mixer = run.model, activation_bytes(run.engine), mixer_facts(kind)
     queries = model.read_tokens(run.data.segment_length)
-    tokens, keys, d = queries * lanes, (queries + memory) * lanes, model.d_model
-    is_attention, has_dropout = kind == "attention", bool(model.dropout)
-    # Input, its sum with attention, both norms (pre: of memory too).
-    normed = keys if model.norm_position == "pre" and is_attention else tokens
+    tokens, d, has_dropout = queries * lanes, model.d_model, bool(model.dropout)
+    segment = SegmentSize(lanes=lanes, tokens=queries, memory=memory)
+    # Input, its sum with what the mixer read, both norms (pre: of memory too).
+    normed = tokens + lanes * memory * (model.norm_position == "pre" and mixer.has_rows)
     elements = (3 * tokens + normed) * d
     # A GPU computes rms_norm from its input again, elsewhere torch keeps it before the gain (which
     # memory gets in the projection).
-    is_kept_normed = not on_gpu
     if model.norm == "rmsnorm":
-        elements += 2 * tokens * d * is_kept_normed
+        elements += 2 * tokens * d * (not on_gpu)
     traits = FEED_FORWARDS[model.feed_forward]
     is_kept_twice = has_dropout and not traits.drops_first
     elements += tokens * model.inner_width * (traits.inner_tensors + is_kept_twice)
     # Dropout's masks, a byte per element; a GPU draws them again in the backward pass.
     masks = 0 if on_gpu else tokens * (2 * d + model.inner_width) * has_dropout
-    if not is_attention:
-        is_half = run.engine.number_format != "fp32"
-        kernel = run.engine.attention_kernel
-        rule, _ = delta_rule_here(kernel, model, on_gpu=on_gpu, is_half=is_half)
-        of_mixer, joined, of_rule = _deltanet_elements(run, queries)
-        if rule is DeltaRule.FLA:
-            kept, passed = (width * lanes * each for each in _elements_of_fla(run, queries))
-            rows = width * (elements + lanes * of_mixer + joined)
-            working = rows - width * lanes * of_mixer + passed
-            return LayerBytes(rows + kept + masks, kept, working)
-        rows = width * (elements + lanes * of_mixer + joined)
-        repeated = max(width, EXACT_BYTES) * lanes * of_rule
-        # The delta rule's tensors are freed as its gradients come.
-        return LayerBytes(rows + repeated + masks, repeated, rows - width * lanes * of_mixer)
-
-    attention = attention_in(run.engine, model, on_gpu=on_gpu)[0]
-    is_plain, drops_weights = attention is Attention.PLAIN, bool(model.attention_dropout)
-    n = model.num_heads
-    h, k = n * model.head_width, model.key_heads * model.head_width
-    elements += 2 * tokens * h + 2 * keys * k  # queries and what they read; keys and values
-    if model.query_key_norm:
-        elements += tokens * h + keys * k + (tokens * h + 2 * keys * k) * is_kept_normed
-    if model.softmax_scaling == "log_length":
-        elements += tokens * h
-    if POSITIONS[model.positions].projects_encodings:
-        elements += (queries + memory) * h
-    if attention in (Attention.SDPA, Attention.FUSED):
-        weights = 4.0 * tokens * n  # they keep one number per query
-    elif is_plain:
-        weights = float(width * keys * queries * n)
-    else:
-        weights = width * tokens * n * (memory + (queries + min(queries, TILE_ROWS)) / 2)
-    if drops_weights and not on_gpu:
-        masks += keys * queries * n
-    workspace = _workspace(run, lanes, queries, memory) if attention is Attention.FUSED else 0.0
-    rows, repeated = width * elements, weights * (1 + (drops_weights and is_plain))
-    working = rows + weights * is_plain + workspace
-    return LayerBytes(rows + repeated + masks, repeated, working, workspace)
-
-
-def _deltanet_elements(run: RunConfig, tokens: int) -> tuple[int, int, float]:
-    """Return what a deltanet keeps for its backward pass: outside the delta rule and in it per
-    lane, and once for all lanes.
-
-    Outside, in activations: the convolution's input, its taps where documents hide some, and its
-    result; what the heads read, normed; the gate before and after its activation; the product.
-    Once: the weights of queries, keys, values and gates, joined for one product of all. In the
-    rule: tensors of rows, five matrices per chunk and head, and the state before each chunk.
-    """
-    model, n = run.model, run.model.num_heads
-    w, v = n * model.head_width, n * model.deltanet_value_width
-    taps = CONVOLUTION_WIDTH - 1 if model.isolate_documents else 0
-    number, size = delta_rule_chunks(tokens)
-    of_mixer = tokens * ((2 + taps) * (2 * w + v) + 4 * v)
-    joined = model.d_model * (2 * w + v + 2 * n)
-    of_rule = tokens * (9 * w + 5 * v) + number * (5 * n * size * size + v * model.head_width)
-    return of_mixer, joined, of_rule
-
-
-def _elements_of_fla(run: RunConfig, tokens: int) -> tuple[float, float]:
-    """Return what the kernels of the delta rule keep per lane, and pass on in the backward pass.
-
-    Queries and keys, normed, values, the inverse of each chunk, both gates in float32. Of these and
-    what follows from them the backward pass makes w and u, gradients, and states before chunks.
-    """
-    n, w = run.model.num_heads, run.model.num_heads * run.model.head_width
-    v = n * run.model.deltanet_value_width
-    states = -(-tokens // CHUNK_TOKENS) * v * run.model.head_width
-    return tokens * (2 * w + v + n * CHUNK_TOKENS + 4 * n), tokens * (6 * w + 4 * v) + 2 * states
-
-
-def _workspace(run: RunConfig, lanes: int, queries: int, memory: int) -> float:
-    """Return gradients of the scores of some heads, which the fused kernels pass to each other."""
-    model, width = run.model, activation_bytes(run)
-    needed = backward_workspace(
-        lanes=lanes,
-        queries=queries,
-        keys=queries + memory,
-        heads=model.num_heads,
-        groups=model.key_heads,
-        head_width=model.head_width,
-        tiles=built_in_tiles(model.head_width, TILE_CAPABILITY),
-        element_bytes=width,
-    )
-    return float(needed.num_bytes(width))
+    mixed, rows = mixer.kept_bytes(model, run.engine, segment, on_gpu), width * elements
+    kept, working = rows + mixed.kept + masks, rows + mixed.working
+    return LayerBytes(kept, mixed.repeated, working, mixed.workspace)
 
 
 def sharding_stage(run: RunConfig) -> int:

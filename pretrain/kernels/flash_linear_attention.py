@@ -16,9 +16,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from pretrain.config.engine import DeltaRule, chosen_delta_rule
-from pretrain.config.model import AttentionKernel, ModelConfig
-
 VERSION = "0.6.0"  # of fla-core, whose kernels these are
 CHUNK_TOKENS = 64
 _CHUNK_FWD = "fla.ops.gated_delta_rule.chunk_fwd"
@@ -38,16 +35,6 @@ CONFIGURATIONS: dict[str, tuple[dict[str, int], int, int]] = {
     "fla.ops.common.chunk_o chunk_bwd_kernel_dv_local": ({}, 4, 2),
     "fla.ops.common.chunk_o chunk_bwd_kernel_dqkwg": ({}, 4, 2),
 }
-
-
-def delta_rule_here(
-    kernel: AttentionKernel, model: ModelConfig, *, on_gpu: bool, is_half: bool
-) -> tuple[DeltaRule, str]:
-    """Return `chosen_delta_rule` with what is installed here."""
-    kind, reason = chosen_delta_rule(kernel, model, on_gpu=on_gpu, is_half=is_half)
-    if kind is DeltaRule.FLA and (missing := missing_package()):
-        return DeltaRule.CHUNKS, missing
-    return kind, reason
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from foundation.settings import assert_never
-from pretrain.config.engine import Attention, DeltaRule, chosen_attention, described
+from pretrain.config.engine import Attention, chosen_attention, described
 from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.kernels.cpu.attention import relative_attention, relative_shift
 from pretrain.kernels.triton.settings import DTYPES, interprets_kernels, unsupported_reason
@@ -66,7 +66,8 @@ def backend_for(
     if kind is Attention.FUSED and (unsupported := unsupported_reason(device)):
         kind, reason = Attention.PLAIN, f"{reason}; not the fused kernel: {unsupported}"
     if on_gpu:
-        log_once(kind, reason)
+        level = logging.WARNING if kind is Attention.PLAIN else logging.INFO
+        log_once(described(kind, reason), level)
     match kind:
         case Attention.TILES:
             return tiled_attention
@@ -251,7 +252,6 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 @functools.cache
-def log_once(kind: Attention | DeltaRule, reason: str) -> None:
-    """Log how a model computes on a GPU, and why."""
-    level = logging.WARNING if kind is Attention.PLAIN else logging.INFO
-    logging.getLogger(__name__).log(level, "%s", described(kind, reason))
+def log_once(text: str, level: int = logging.INFO) -> None:
+    """Log how a model computes on a GPU."""
+    logging.getLogger(__name__).log(level, "%s", text)

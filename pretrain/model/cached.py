@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pretrain.model.attention_backends import ScoreTerms
-from pretrain.model.layer import DeltaNetLayer, TransformerLayer
+from pretrain.model.layer import RowsLayer, StateLayer
 from pretrain.model.memory import LayerParts, Memory, MemoryLayout, selected_lanes
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.model.visibility import SegmentKeys
@@ -152,13 +153,13 @@ class RowBuffer:
 
 
 class KeyValueCache:
-    """The memory of a layer with attention: projected keys and values, and what distances add."""
+    """The memory of a layer that reads rows: projected keys and values, and what distances add."""
 
     def __init__(
         self,
         module: TransformerXL,
         index: int,
-        layer: TransformerLayer,
+        layer: RowsLayer,
         length: int,
         longest_segment: int,
         num_tokens: int,
@@ -195,14 +196,14 @@ class KeyValueCache:
             biases_NH = (self._module.content_bias, self._module.position_bias)
             num_keys = self._length + self._longest_segment
             positions_CX = keys.positions_CX(self._index, num_keys)
-            self._terms = _heads_first(self._layer.attention.terms(positions_CX, *biases_NH))
+            self._terms = _heads_first(self._layer.mixer.terms(positions_CX, *biases_NH))
         return self._terms
 
 
 class CarriedState:
     """The state of a layer without rows: what it carries in training."""
 
-    def __init__(self, layer: DeltaNetLayer, index: int, state: MemoryLayout) -> None:
+    def __init__(self, layer: StateLayer, index: int, state: MemoryLayout) -> None:
         self._layer, self._index, self._state = layer, index, state
         self._parts: LayerParts | None = None
         self._document_B1: Tensor | None = None  # of the last token
@@ -277,10 +278,9 @@ class CachedStream:
             self._documents.select(rows_B)
             self._document_B = self._document_B[rows_B]
 
-    def _cache_of(self, index: int, layer: nn.Module) -> KeyValueCache | CarriedState:
-        if isinstance(layer, DeltaNetLayer):
+    def _cache_of(self, index: int, layer: Any) -> KeyValueCache | CarriedState:
+        if not self._module.config.mixer(index).has_rows:
             return CarriedState(layer, index, self._state)
-        assert isinstance(layer, TransformerLayer)
         length = self._state.parts.layers[index][0].length
         lengths = (length, self._longest_segment, self._num_tokens)
         return KeyValueCache(self._module, index, layer, *lengths)

@@ -1,40 +1,69 @@
-"""One layer of the model: attention or a deltanet, and feed-forward, with norms and residuals.
+"""One layer of the model: a mixer of tokens and feed-forward, with norms and residuals.
 
+A mixer reads remembered rows, as attention does, or it carries a state: a class of layers for each.
 Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
-from foundation.settings import assert_never
+from foundation.errors import ConfigError
+from pretrain.config.mixer import mixer_facts
 from pretrain.config.model import AttentionKernel, ModelConfig
-from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_backends import ScoreTerms
 from pretrain.model.compiled import compiled_if
-from pretrain.model.dropout import DropoutStream
+from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.feed_forward import FeedForward
-from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.parameters import Norm, new_norm
 from pretrain.model.visibility import Visibility
+
+
+def mixer_class(kind: str) -> Any:
+    """Return the module's class of a kind of layer."""
+    facts = mixer_facts(kind)
+    return getattr(importlib.import_module(f"{facts.package}.module"), facts.module)
+
+
+def check_facts(config: ModelConfig, kind: str, mixer: nn.Module) -> None:
+    """Raise ConfigError unless the mixer has just the parameters that its facts name."""
+    facts = {name: weight.shape for name, weight in mixer_facts(kind).weights(config).items()}
+    # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.
+    built = {
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in mixer.named_parameters()
+    }
+    if wrong := sorted(name for name in facts | built if facts.get(name) != built.get(name)):
+        name = wrong[0]
+        raise ConfigError(
+            f"layers of kind {kind}: {name} has shape {built.get(name)} in the module and "
+            f"{facts.get(name)} in the facts; make `weights` of the facts agree"
+        )
 
 
 class ResidualLayer(nn.Module):
     """What layers of all kinds have: norms after (post) or before (pre) each part, feed-forward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel) -> None:
         super().__init__()
         self._norms_inputs = config.norm_position == "pre"
         # Compile what lies between two attentions, in training.
         self.compiles = False
-
-    def _add_feed_forward(self, config: ModelConfig, layer: int) -> None:
-        """Draw the norms and the feed-forward layer; what tokens are mixed by is drawn first."""
+        self._kind = config.kinds[layer]  # names its parameters, too
+        self.add_module(self._kind, mixer_class(self._kind)(config, layer, kernel))
+        check_facts(config, self._kind, self.mixer)
         self.attention_norm = new_norm(config)
         self.feed_forward = FeedForward(config, layer)
         self.feed_forward_norm = new_norm(config)
+
+    @property
+    def mixer(self) -> Any:
+        """The part where tokens read each other."""
+        return getattr(self, self._kind)
 
     def _completed(
         self, hidden_BLD: Tensor, attended_BLD: Tensor, dropout: DropoutStream | None
@@ -53,47 +82,35 @@ class ResidualLayer(nn.Module):
         return self.attention_norm if self._norms_inputs else None
 
 
-class DeltaNetLayer(ResidualLayer):
-    """A Gated DeltaNet in attention's place: it reads and updates a state of fixed size."""
+class StateLayer(ResidualLayer):
+    """A layer that carries what its mixer returns: states of fixed size."""
 
     def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel) -> None:
-        super().__init__(config)
-        self.deltanet = GatedDeltaNet(config, layer, kernel)
-        self._add_feed_forward(config, layer)
+        super().__init__(config, layer, kernel)
+        self._layer, self._rate = layer, config.dropout
 
     def forward(
         self,
         hidden_BLD: Tensor,
-        state_BNHX: Tensor,
-        tail_BXY: Tensor,
-        documents_BL: Tensor | None,
-        *,
+        *inputs: Tensor | None,
         dropout: DropoutStream | None,
         carries_gradient: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the layer's output, and the state and the tail after it (see `GatedDeltaNet`)."""
+    ) -> tuple[Tensor, ...]:
+        """Return the layer's output and the parts after it, which have a gradient only if asked.
+
+        `inputs` are the parts, and the documents of the tokens, counted from the token before the
+        segment, or None where all belong to one.
+        """
         segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
-        inputs = (segment_BLD, state_BNHX, tail_BXY, documents_BL)
-        read_BLD, state_BNHX, tail_BXY = self.deltanet(
-            *inputs, dropout=dropout, carries_gradient=carries_gradient
-        )
+        read_BLD, *parts = self.mixer(segment_BLD, *inputs)
+        read_BLD = drop(read_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
         completed = compiled_if(self.compiles, ResidualLayer._completed)
         output_BLD = completed(self, hidden_BLD, read_BLD, dropout)
-        return output_BLD, state_BNHX, tail_BXY
-
-    @property
-    def mixer(self) -> GatedDeltaNet:
-        """The part where tokens read each other."""
-        return self.deltanet
+        return output_BLD, *(part if carries_gradient else part.detach() for part in parts)
 
 
-class TransformerLayer(ResidualLayer):
-    """Attention and feed-forward with residuals; a norm after (post) or before (pre) each."""
-
-    def __init__(self, config: ModelConfig, layer: int, attention_kernel: AttentionKernel) -> None:
-        super().__init__(config)
-        self.attention = RelativeAttention(config, layer, attention_kernel)
-        self._add_feed_forward(config, layer)
+class RowsLayer(ResidualLayer):
+    """A layer whose mixer reads remembered inputs of the layer: attention."""
 
     def forward(
         self,
@@ -103,14 +120,14 @@ class TransformerLayer(ResidualLayer):
         visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
-        """Return the layer's output; `positions` as in `RelativeAttention.inputs`, u and v."""
+        """Return the layer's output; `positions` as its mixer's `inputs` takes them, u and v."""
         segment_BLD, gain_and_bias = hidden_BLD, []
         if self._norms_inputs:
             # Memory holds the residual stream, so it passes the norm with its current parameters.
             segment_BLD = self.attention_norm(hidden_BLD)
             if memory_BMD.shape[1]:
                 memory_BMD, *gain_and_bias = self.attention_norm(memory_BMD, apart=True)
-        attended_BLD = self.attention(
+        attended_BLD = self.mixer(
             segment_BLD,
             memory_BMD,
             *positions,
@@ -137,33 +154,18 @@ class TransformerLayer(ResidualLayer):
         for memory and segment.
         """
         segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
-        key_values = remember(self.attention.keys_and_values(segment_BLD))
-        attended_BLD = self.attention.read(
-            self.attention.queries(
-                self.attention.projected_queries(segment_BLD), positions_CX, visibility
-            ),
-            [self.attention.placed(key_values, positions_CX)],
+        key_values = remember(self.mixer.keys_and_values(segment_BLD))
+        attended_BLD = self.mixer.read(
+            self.mixer.queries(self.mixer.projected_queries(segment_BLD), positions_CX, visibility),
+            [self.mixer.placed(key_values, positions_CX)],
             terms,
             visibility=visibility,
             dropout=None,
         )
         return self._completed(hidden_BLD, attended_BLD, None)
 
-    @property
-    def mixer(self) -> RelativeAttention:
-        """The part where tokens read each other."""
-        return self.attention
 
-
-def new_layer(
-    config: ModelConfig, layer: int, kernel: AttentionKernel
-) -> TransformerLayer | DeltaNetLayer:
+def new_layer(config: ModelConfig, layer: int, kernel: AttentionKernel) -> RowsLayer | StateLayer:
     """Return a new layer, counted from 0, of the configured kind."""
-    kind = config.layer_kind(layer)
-    match kind:
-        case "attention":
-            return TransformerLayer(config, layer, kernel)
-        case "deltanet":
-            return DeltaNetLayer(config, layer, kernel)
-        case _:
-            assert_never(kind)
+    has_rows = config.mixer(layer).has_rows
+    return RowsLayer(config, layer, kernel) if has_rows else StateLayer(config, layer, kernel)

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from foundation.settings import assert_never
-from pretrain.config.lane_parts import LanePart, LaneParts, lane_parts
+from pretrain.config.lane_parts import LaneParts, lane_parts
+from pretrain.config.mixer import LanePart
 from pretrain.config.model import ModelConfig
 
 Memory = tuple[Tensor, ...]

@@ -9,13 +9,14 @@ Letters of shapes as in `pretrain.model`; X is the number of memory tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from pretrain.config.model import ModelConfig
-from pretrain.model.attention import RelativeAttention
-from pretrain.model.layer import TransformerLayer
+from pretrain.model.layer import RowsLayer
 from pretrain.model.memory import grouped_documents
 from pretrain.model.parameters import new_norm, normal, zeros
 
@@ -29,7 +30,7 @@ class Compression(nn.Module):
     that error reaches nothing else, and the model's loss does not reach the convolution.
     """
 
-    def __init__(self, config: ModelConfig, attention: RelativeAttention) -> None:
+    def __init__(self, config: ModelConfig, attention: Any) -> None:
         super().__init__()
         self._rate = config.compression_rate
         self._head_width = config.head_width
@@ -49,7 +50,7 @@ class Compression(nn.Module):
         documents_BX: Tensor | None,
         documents_BL: Tensor | None,
         *,
-        layer: TransformerLayer,
+        layer: RowsLayer,
     ) -> tuple[Tensor, Tensor]:
         """Return the compressed rows [B, K, D] and the reconstruction error (0 without gradients).
 
@@ -70,13 +71,13 @@ class Compression(nn.Module):
         compressed_BKD = linear(groups_BKXD.flatten(2), self.weight, self.bias)
         if not torch.is_grad_enabled():
             return compressed_BKD, compressed_BKD.new_zeros(())
-        norm, key_norm = layer.input_norm, layer.attention.key_norm
+        norm, key_norm = layer.input_norm, layer.mixer.key_norm
         with torch.no_grad():
             leaving_BXD, segment_BLD = (_normed(rows, norm) for rows in (leaving_BXD, segment_BLD))
             query_BLNH = linear(segment_BLD, self.query_weight).unflatten(
                 -1, (-1, self._head_width)
             )
-            query_BNLH = _normed(query_BLNH, layer.attention.query_norm).transpose(1, 2)
+            query_BNLH = _normed(query_BLNH, layer.mixer.query_norm).transpose(1, 2)
             expected_BNLH = self._read(query_BNLH, leaving_BXD, key_norm, seen_BLX)
         found_BNLH = self._read(query_BNLH, _normed(compressed_BKD, norm), key_norm, seen_BLK)
         squares_BNLH = (found_BNLH - expected_BNLH).square()

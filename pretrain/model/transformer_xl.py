@@ -17,7 +17,7 @@ from foundation.errors import ConfigError
 from pretrain.config.model import POSITIONS, ActivationCheckpointing, AttentionKernel, ModelConfig
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
-from pretrain.model.layer import DeltaNetLayer, TransformerLayer, new_layer
+from pretrain.model.layer import new_layer
 from pretrain.model.memory import (
     Carried,
     LayerParts,
@@ -87,21 +87,21 @@ class TransformerXL(nn.Module):
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
         self.position_bias: nn.Parameter | None = None  # v, r_r_bias
         positions = POSITIONS[config.positions]
-        has_attention = config.num_attention_layers > 0
-        if positions.projects_encodings and not config.untie_biases and has_attention:
+        has_rows = config.num_layers_with_rows > 0
+        if positions.projects_encodings and not config.untie_biases and has_rows:
             self.content_bias = normal(config.num_heads, config.head_width, std=config.init_std)
             self.position_bias = normal(config.num_heads, config.head_width, std=config.init_std)
         self.distance_bias = None
-        if positions.adds_bias and has_attention:
+        if positions.adds_bias and has_rows:
             self.distance_bias = DistanceBias(config)
         self.head = AdaptiveSoftmax(config, self.embedding, logits_chunk_tokens)
         self.compressions: nn.ModuleList | None = None
         if config.compressed_length:
             self.compressions = nn.ModuleList(
-                Compression(config, layer.attention)
-                if isinstance(layer, TransformerLayer)
+                Compression(config, layer.mixer)
+                if config.mixer(index).has_rows
                 else nn.Identity()  # a layer without rows; the others keep their numbers
-                for layer in layers
+                for index, layer in enumerate(layers)
             )
         self.memory_tokens = MemoryTokens(config) if config.memory_tokens else None
         self._stretches: tuple[Stretch | None, ...] = (None,) * config.num_layers
@@ -260,7 +260,7 @@ class TransformerXL(nn.Module):
     ) -> tuple[Tensor, LayerParts, Tensor | None]:
         """Return a layer's output, what it carries on, and the error of its compression."""
         layer = self.layers[index]
-        if isinstance(layer, DeltaNetLayer):
+        if not self.config.mixer(index).has_rows:
             inputs = (hidden_BLD, *parts, segment.keys.isolated_documents_BL)
             options = {"dropout": segment.dropout, "carries_gradient": segment.carries_gradient}
             output_BLD, *carried = self._run(layer, *inputs, **options)

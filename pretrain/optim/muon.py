@@ -27,7 +27,7 @@ from pretrain.distributed.collectives import exchange_parts
 from pretrain.distributed.messages import gather_rows
 from pretrain.distributed.world import World
 from pretrain.optim.adamw import GuardedAdamW
-from pretrain.optim.parameter_groups import Fragment, FragmentIndex, create_state, stacked_matrices
+from pretrain.optim.parameter_groups import Fragment, FragmentIndex, create_state
 
 Span = tuple[int, int]  # the elements [start, stop) of a flattened matrix
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the steepest at 0 that stays near 1
@@ -160,7 +160,7 @@ class Muon(GuardedAdamW):
         averages = {fragment.name: self._average(fragment).to(like) for fragment in fragments}
         wholes = exchange.gather(averages, like)
         for name in exchange.owned:
-            stacked = wholes[name].chunk(stacked_matrices(name))
+            stacked = wholes[name].chunk(group["stacked"][name])
             wholes[name] = torch.cat([orthogonalized(matrix) for matrix in stacked])
         self._apply(group, fragments, exchange.scatter(wholes, like))
 
@@ -178,7 +178,7 @@ class Muon(GuardedAdamW):
         updates: list[Tensor] = []
         for fragment in fragments:
             rows, width = group["shapes"][fragment.name]
-            scale = update_scale(rows // stacked_matrices(fragment.name), width)
+            scale = update_scale(rows // group["stacked"][fragment.name], width)
             weight = fragment.values["weight"]
             update = orthogonal[fragment.name].to(weight.device)
             if measured:
@@ -199,7 +199,7 @@ class Muon(GuardedAdamW):
         names = index.names_in(masters)
         if names not in self._exchanges:
             shapes = {name: group["shapes"][name] for name in names}
-            costs = {name: _cost(name, *shape) for name, shape in shapes.items()}
+            costs = {name: _cost(group["stacked"][name], *shape) for name, shape in shapes.items()}
             spans = {
                 fragment.name: (fragment.start, fragment.start + fragment.values["weight"].numel())
                 for fragment in fragments
@@ -230,6 +230,5 @@ def update_scale(rows: int, width: int) -> float:
     return RMS_OF_ADAMW * math.sqrt(max(rows, width))
 
 
-def _cost(name: str, rows: int, width: int) -> float:
-    stacked = stacked_matrices(name)
+def _cost(stacked: int, rows: int, width: int) -> float:
     return stacked * newton_schulz_flops(rows // stacked, width)

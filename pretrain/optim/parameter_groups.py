@@ -22,12 +22,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foundation.settings import assert_never
+from pretrain.config.mixer import Role, Weight
 from pretrain.config.model import ModelConfig, OptimizerName
 from pretrain.config.run import OptimConfig
 from pretrain.distributed.world import World
@@ -141,39 +142,38 @@ class FragmentIndex:
         return torch.cat([self._indices.get(master, none) for master in masters])
 
 
-Role = Literal["matrix", "projection", "table", "vector", "output_bias"]
-
+# Of parameters outside of mixers, whose facts have theirs.
 _ROLES: dict[Role, str] = {
-    # From hidden channels to hidden channels: both sides grow with the model's width.
-    "matrix": r"layers\.\d+\.attention\.(query|key_value|position|output)_weight"
-    r"|layers\.\d+\.deltanet\.(query|key|value|gate|output|decay|write)_weight"
-    r"|layers\.\d+\.feed_forward\.(inner|gate|output)_weight"
-    r"|compressions\.\d+\.weight",
-    # Between the width of an embedding and the model's.
+    "matrix": r"layers\.\d+\.feed_forward\.(inner|gate|output)_weight|compressions\.\d+\.weight",
     "projection": r"(embedding|(embedding|head)\.bins\.\d+)\.projection",
-    # A row of channels for each token, for each cluster of tokens, or for each memory token.
     "table": r"(embedding|head)\.bins\.\d+\.weight|head\.bins\.\d+\.cluster_weight"
     r"|memory_tokens\.initial",
-    # Gains, biases, u and v, sinks and scales of heads, T5's table of distances, a deltanet's
-    # convolution and gates.
     "vector": r"layers\.\d+\.(attention|feed_forward)_norm\.(gain|bias)"
-    r"|layers\.\d+\.attention\.((query|key)_norm\.gain|sinks|length_scale)"
-    r"|layers\.\d+\.deltanet\.(convolution_weight|decay_rate|decay_bias|output_norm\.gain)"
     r"|layers\.\d+\.feed_forward\.(inner|output)_bias"
-    r"|(layers\.\d+\.attention\.)?(content|position)_bias"
+    r"|(content|position)_bias"
     r"|distance_bias\.bucket_bias"
     r"|memory_tokens\.norm\.(gain|bias)"
     r"|compressions\.\d+\.bias",
-    # One number for each token or cluster.
     "output_bias": r"head\.bins\.\d+\.(bias|cluster_bias)",
 }
 
 
-def parameter_role(name: str) -> Role:
-    """Return what the parameter of this name is; a new parameter must be added to the table."""
+def parameter_role(name: str, model: ModelConfig) -> Role:
+    """Return what the parameter of this name is; a new one is in its mixer's facts or the table."""
+    if weight := mixer_weight(name, model):
+        return weight.role
     roles: list[Role] = [role for role, names in _ROLES.items() if re.fullmatch(names, name)]
     assert len(roles) == 1, f"parameter {name} has the roles {roles}, expected one of {[*_ROLES]}"
     return roles[0]
+
+
+def mixer_weight(name: str, model: ModelConfig) -> Weight | None:
+    """Return the facts of a layer's mixer about a parameter; None if it is not a mixer's."""
+    if not name.startswith("layers."):
+        return None
+    _, layer, owner, own_name = name.split(".", 3)
+    mixer = model.mixer(int(layer))
+    return mixer.weights(model).get(own_name) if owner == mixer.kind else None
 
 
 def decays(role: Role) -> bool:
@@ -243,20 +243,20 @@ def rate_exponent(name: OptimizerName) -> float:
             assert_never(name)
 
 
-def stacked_matrices(name: str) -> int:
-    """Return how many matrices of equal shape a matrix has one above the other: keys and values."""
-    return 2 if name.endswith(".key_value_weight") else 1
-
-
 def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with the parameters of each and their shapes by name."""
+    """Return the optimizer's groups, with the parameters of each and, by name, their shapes and how
+    many matrices of equal shape each has one above the other.
+    """
     groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
-        traits = group_traits(parameter_role(name), optim, module.config)
-        group = groups.setdefault(traits, {**vars(traits), "params": [], "shapes": {}})
+        traits = group_traits(parameter_role(name, module.config), optim, module.config)
+        empty = {"params": [], "shapes": {}, "stacked": {}}
+        group = groups.setdefault(traits, {**vars(traits), **empty})
         group["params"].append(parameter)
         # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.
         group["shapes"][name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        weight = mixer_weight(name, module.config)
+        group["stacked"][name] = weight.stacked if weight else 1
     return list(groups.values())
 
 

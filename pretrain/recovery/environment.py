@@ -12,10 +12,8 @@ from importlib.metadata import version
 
 import torch
 
-from pretrain.config.engine import DeltaRule
 from pretrain.config.run import RunConfig
 from pretrain.distributed.threads import describe_waiting
-from pretrain.kernels.flash_linear_attention import delta_rule_here, fingerprint
 from pretrain.kernels.triton.tiling import table_name
 
 ENVIRONMENT_PACKAGES = ("torch", "numpy", "deepspeed")
@@ -26,9 +24,11 @@ WAITING_NAME = "threads wait"  # changes speed, but no bit of a result
 
 def own_environment(device: torch.device, run: RunConfig) -> dict[str, str]:
     """Return the environment of this process, by name."""
-    kernel, is_half = run.engine.attention_kernel, run.engine.number_format != "fp32"
-    on_gpu = device.type == "cuda" and bool(run.model.num_deltanet_layers)
-    rule, _ = delta_rule_here(kernel, run.model, on_gpu=on_gpu, is_half=is_half)
+    of_kinds: dict[str, str] = {}
+    for mixer in run.model.mixers_used:
+        of_kinds |= mixer.environment(run.model, run.engine, device.type == "cuda")
+        if mixer.distribution:
+            of_kinds[f"layers of kind {mixer.kind}"] = mixer.distribution
     return {
         **{package: version(package) for package in ENVIRONMENT_PACKAGES},
         "CUDA": (torch.version.cuda or "unknown") if device.type == "cuda" else "none",
@@ -36,7 +36,7 @@ def own_environment(device: torch.device, run: RunConfig) -> dict[str, str]:
         "attention tiles": table_name() if device.type == "cuda" else "none",
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
-        "delta rule": fingerprint() if rule is DeltaRule.FLA else "none",
+        **of_kinds,
         HOSTS_NAME: socket.gethostname() if device.type == "cuda" else "none",
         WAITING_NAME: describe_waiting(),
     }

@@ -21,8 +21,8 @@ from pretrain.config.model import EngineKind
 from pretrain.config.run import EngineConfig
 from pretrain.costs.device_memory import deepspeed_optimizer
 from pretrain.engines.memory_offload import MemoryOffload
-from pretrain.model.delta_rule import DeltaInputs, delta_rule_by_step, fla_delta_rule
-from pretrain.model.gated_deltanet import normalized
+from pretrain.mixers.deltanet.delta_rule import DeltaInputs, delta_rule_by_step, fla_delta_rule
+from pretrain.mixers.deltanet.module import normalized
 from pretrain.processes.flight_recorder import write_last_collectives
 from pretrain.rundir.attempt_files import AttemptFiles
 from tests.helpers.corpora import make_tiny_corpus

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from foundation.settings import settings_of
+from pretrain.config.mixer import kinds_here
 from pretrain.config.run import ModelConfig
 
 
@@ -28,3 +29,4 @@ MODEL_CHOICES: list[tuple[str, Any]] = [
     for name, values in choices_of(ModelConfig)
     for value in values
 ]
+MODEL_CHOICES += [("layer_kinds", (kind,)) for kind in kinds_here()]

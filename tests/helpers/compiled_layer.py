@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from pretrain.config.model import POSITIONS
 from pretrain.config.run import ModelConfig
-from pretrain.model.attention import RelativeAttention
+from pretrain.mixers.attention.module import RelativeAttention
 from pretrain.model.compiled import compiled_if
-from pretrain.model.layer import ResidualLayer, TransformerLayer, new_layer
+from pretrain.model.layer import ResidualLayer, RowsLayer, new_layer
 from pretrain.model.visibility import Visibility
 
 LANES, LENGTH = 2, 8
@@ -27,12 +27,12 @@ IDLE = {
 }  # fmt: skip
 
 
-def layers_of(model: ModelConfig) -> list[TransformerLayer]:
+def layers_of(model: ModelConfig) -> list[RowsLayer]:
     layers = [new_layer(model, layer, "auto") for layer in range(2)]
-    return [layer for layer in layers if isinstance(layer, TransformerLayer)]
+    return [layer for layer in layers if isinstance(layer, RowsLayer)]
 
 
-def between_attentions(model: ModelConfig, layer: TransformerLayer, rows: int = LENGTH) -> None:
+def between_attentions(model: ModelConfig, layer: RowsLayer, rows: int = LENGTH) -> None:
     """Run what a layer computes before and after attention, and if it has gradients, backward."""
     width, is_relative = model.d_model, POSITIONS[model.positions].projects_encodings
     sizes = {"num_queries": LENGTH, "num_keys": rows + LENGTH}
@@ -50,7 +50,7 @@ def between_attentions(model: ModelConfig, layer: TransformerLayer, rows: int = 
         memory_BMD, *apart = layer.input_norm(memory_BMD, apart=True)
     read = compiled_if(layer.compiles, RelativeAttention.inputs)
     query_BLNH, parts, terms = read(
-        *(layer.attention, segment_BLD, memory_BMD, positions_CX, *biases, *apart),
+        *(layer.mixer, segment_BLD, memory_BMD, positions_CX, *biases, *apart),
         visibility=visibility,
     )
     completed = compiled_if(layer.compiles, ResidualLayer._completed)

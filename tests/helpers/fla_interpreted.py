@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pretrain.kernels.flash_linear_attention import chunk_gated_delta_rule
-from pretrain.model.delta_rule import DeltaInputs, delta_rule_by_step, fla_delta_rule
-from pretrain.model.gated_deltanet import normalized
+from pretrain.mixers.deltanet.delta_rule import DeltaInputs, delta_rule_by_step, fla_delta_rule
+from pretrain.mixers.deltanet.module import normalized
 
 LANES, TOKENS, HEADS = 1, 70, 1
 WIDTHS = ((16, 16), (64, 128), (128, 64))  # of keys and values

@@ -19,9 +19,7 @@ from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
 from pretrain.config.model import ModelConfig
 from pretrain.engines.engine import batch_tensors
 from pretrain.evaluation.probes.document_position import distance_bins, first_distances
-from pretrain.model.attention import RelativeAttention
 from pretrain.model.attention_backends import weights_and_values
-from pretrain.model.layer import TransformerLayer
 from pretrain.model.memory import Memory, num_compressed_rows, num_rows
 from pretrain.model.transformer_xl import TransformerXL
 
@@ -105,20 +103,20 @@ def _observed(
     longest = lengths.index(max(lengths))
 
     def hook_of(layer: int) -> Any:
-        def hook(attention: RelativeAttention, inputs: Any, options: dict[str, Any]) -> None:
+        def hook(attention: Any, inputs: Any, options: dict[str, Any]) -> None:
             visibility = options["visibility"]
-            made = attention.inputs(*inputs, visibility=visibility)
-            weights_NBLC, _ = weights_and_values(*made, visibility)
+            query_BLNH, parts, terms = attention.inputs(*inputs, visibility=visibility)
+            weights_NBLC, _ = weights_and_values(query_BLNH, parts, terms, visibility)
             sums.add(layer, weights_NBLC, valid_BL, num_compressed)
             if layer == longest:
                 sums.add_queries(visibility.mask == 0, valid_BL)
 
         return hook
 
-    blocks = [block for block in module.layers if isinstance(block, TransformerLayer)]
+    mixers: list[Any] = [layer.mixer for layer in _layers_with_rows(module).values()]
     handles = [
-        block.attention.register_forward_pre_hook(hook_of(layer), with_kwargs=True)
-        for layer, block in enumerate(blocks)
+        mixer.register_forward_pre_hook(hook_of(number), with_kwargs=True)
+        for number, mixer in enumerate(mixers)
     ]
     try:
         yield
@@ -171,10 +169,12 @@ def attention_mass(
             _, memory, _ = module.hidden_states(
                 tokens_BL, memory, starts_BL, memory_length=memory_length
             )
-    layers = tuple(
-        number for number, layer in enumerate(module.layers) if isinstance(layer, TransformerLayer)
-    )
-    return _means(layers, sums, rows[0], rows[1])
+    return _means(tuple(_layers_with_rows(module)), sums, rows[0], rows[1])
+
+
+def _layers_with_rows(module: TransformerXL) -> dict[int, Any]:
+    layers = enumerate(module.layers)
+    return {number: layer for number, layer in layers if module.config.mixer(number).has_rows}
 
 
 def _means(

@@ -61,7 +61,7 @@ def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
 class Borders:
     """How far back a token can see, in tokens; from `total` on, nothing can be recalled.
 
-    The state of a deltanet layer and memory tokens have no such limit: then `total` is 0.
+    A state, such as memory tokens are, has no such limit: then `total` is 0.
     """
 
     segment: int
@@ -85,8 +85,8 @@ def memory_borders(config: ModelConfig, memory_length: int, segment_length: int)
     if config.same_length and memory_length:
         direct = min(direct, memory_length)
         total = min(total, sum(length - 1 for length in lengths) + 1)
-    carries_state = config.num_deltanet_layers or config.memory_tokens
-    if carries_state and not lane_parts(config, memory_length).is_forgotten:
+    parts = lane_parts(config, memory_length)
+    if any(part.kind == "state" for part in parts) and not parts.is_forgotten:
         total = 0
     return Borders(segment_length, direct, total)
 

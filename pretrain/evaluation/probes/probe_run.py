@@ -108,7 +108,7 @@ def run_probes(
     """Take the probes of a model; those that read text need a corpus. `say` hears what runs."""
     module, names = scorer.trained.module, settings.names
     assert corpus is not None or not settings.needs_text()
-    if "attention" in names and not module.config.num_attention_layers:
+    if "attention" in names and not module.config.num_layers_with_rows:
         raise ConfigError("--probe attention: the model has no attention layers; leave it out")
     if "attention" in names and module.config.memory_tokens:
         raise ConfigError(

@@ -7,15 +7,19 @@ source, copied definition by definition: there is no second implementation to ke
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
 from foundation.files import read_text
 
 ROOT = Path(__file__).parents[3]  # the folder of our packages
 OWN = ("foundation", "data_pipeline", "pretrain")
+# What only plans and runs ask of the facts of layers.
+LEFT_OUT = ("flops", "kept", "kept_bytes", "paths", "environment", "memory_text")
 Key = tuple[str, str]  # a module, and a name that it defines
 Import = tuple[str, str]  # ("import", "numpy as np"), or ("from torch import", "nn")
 
@@ -40,28 +44,30 @@ class Module:
 
 
 def bundle(
-    root: str, heading: str, replaced: Mapping[str, str], home: Mapping[Key, str]
+    root: str,
+    heading: str,
+    replaced: Mapping[str, str],
+    home: Mapping[Key, str],
+    more: Sequence[Key] = (),
 ) -> tuple[str, list[Key]]:
-    """Return module `root` with all that it needs of ours, and which definitions that are.
+    """Return module `root` with all that it and `more` need of ours, and which definitions.
 
     `replaced` has names that another module defines for all -> that module. `home` has definitions
     -> the module of the directory to import them from.
     """
     needed: dict[Key, None] = {}
-    waiting = [(root, name) for name in module(root).definitions]
+    waiting = [*((root, name) for name in module(root).definitions), *more]
     while waiting:
         key = waiting.pop()
         if key not in needed:
             needed[key] = None
-            read = module(key[0])
-            for name in sorted(_definition(key).uses) if key not in home else ():
-                used = (key[0], name) if name in read.definitions else read.own.get(name)
-                waiting += [(replaced.get(used[1], used[0]), used[1])] if used else []
+            if key not in home:
+                waiting += _used(key, replaced).values()
     own = [key for key in needed if key not in home]
-    names = [name for _, name in own]
+    names = [_name_of(key) for key in own]
     assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
     own.sort(key=lambda key: (_depth(key[0]), key[0], _definition(key).line))
-    used_imports = {(f"from .{home[key]} import", key[1]) for key in needed if key in home}
+    used_imports = {(f"from .{home[key]} import", _name_of(key)) for key in needed if key in home}
     for key in own:
         imports = module(key[0]).imports
         used_imports |= {imports[name] for name in _definition(key).uses & imports.keys()}
@@ -75,12 +81,38 @@ def bundle(
     ]
     for key, before in zip(own, [("", ""), *own], strict=False):
         mark = "" if key[0] == before[0] else f"# {key[0]}\n\n\n"
-        parts.append(f"\n\n{mark}{_definition(key).source}")
+        parts.append(f"\n\n{mark}{_renamed(key, replaced)}")
     return "\n".join(parts) + "\n", own
 
 
 def _definition(key: Key) -> Definition:
     return module(key[0]).definitions[key[1]]
+
+
+def _used(key: Key, replaced: Mapping[str, str]) -> dict[str, Key]:
+    """Return the definitions of ours that a definition uses, by the names it has for them."""
+    read, used = module(key[0]), {}
+    for name in sorted(_definition(key).uses):
+        if target := (key[0], name) if name in read.definitions else read.own.get(name):
+            used[name] = (replaced.get(target[1], target[0]), target[1])
+    return used
+
+
+def _name_of(key: Key) -> str:
+    """Return a definition's name in the file; kinds of layers may give one name to several."""
+    parts, name = key[0].split("."), key[1]
+    is_of_a_kind = parts[0] not in OWN or parts[1] == "mixers"
+    is_class = name[0].isupper() and not name.isupper()
+    return f"{parts[-2]}_{name}" if is_of_a_kind and not is_class else name
+
+
+def _renamed(key: Key, replaced: Mapping[str, str]) -> str:
+    """Return a definition's source with the names of the file."""
+    source = _definition(key).source
+    for name, used in {**_used(key, replaced), key[1]: key}.items():
+        if name != _name_of(used):
+            source = re.sub(rf"(?<![\w.]){re.escape(name)}\b", _name_of(used), source)
+    return source
 
 
 @cache
@@ -91,8 +123,11 @@ def _depth(name: str) -> int:
 
 @cache
 def module(name: str) -> Module:
-    """Read a module of ours, `pretrain.model.memory` for example."""
-    text = read_text(ROOT / (name.replace(".", "/") + ".py"))
+    """Read a module of ours, `pretrain.model.memory` for example, or of a package with layers."""
+    own = {*OWN, name.split(".")[0]}
+    spec = None if name.startswith(OWN) else find_spec(name)
+    path = spec.origin if spec and spec.origin else ROOT / (name.replace(".", "/") + ".py")
+    text = read_text(Path(path))
     tree, lines = ast.parse(text), text.splitlines()
     read = Module(ast.get_docstring(tree) or "", {}, {}, {})
     for node in tree.body:
@@ -101,20 +136,23 @@ def module(name: str) -> Module:
                 bound = alias.asname or alias.name.split(".")[0]
                 read.imports[bound] = ("import", ast.unparse(alias))
         elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None
+            used = "." * node.level + (node.module or "")
+            used = resolve_name(used, name.rpartition(".")[0]) if node.level else used
             for alias in node.names:
-                if node.module.split(".")[0] in OWN:
+                if used.split(".")[0] in own:
                     assert not alias.asname, f"{name} renames {alias.name}"
-                    read.own[alias.name] = (node.module, alias.name)
+                    read.own[alias.name] = (used, alias.name)
                 else:
-                    how = f"from {node.module} import"
+                    how = f"from {used} import"
                     read.imports[alias.asname or alias.name] = (how, ast.unparse(alias))
         else:
             first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))]) - 1
             while first and lines[first - 1].startswith("#"):
                 first -= 1
+            end = node.end_lineno or node.lineno
+            left_out = _left_out(node)
             uses = frozenset(_names_in(node))
-            source = "\n".join(lines[first : node.end_lineno])
+            source = "\n".join(lines[n] for n in range(first, end) if n not in left_out)
             targets = getattr(node, "targets", [getattr(node, "target", ast.Pass())])
             defined = [name for target in targets for name in _names_in(target)]
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -125,6 +163,16 @@ def module(name: str) -> Module:
             for defined_name in defined:
                 read.definitions[defined_name] = Definition(node.lineno, source, uses)
     return read
+
+
+def _left_out(node: ast.AST) -> set[int]:
+    """Take methods that exports have no use for out of facts; returns their lines, from 0."""
+    numbers: set[int] = set()
+    if isinstance(node, ast.ClassDef) and re.search(r"^Mixer$|Facts$", node.name):
+        for part in [part for part in node.body if getattr(part, "name", "") in LEFT_OUT]:
+            node.body.remove(part)
+            numbers |= {*range(part.lineno - 2, part.end_lineno or 0)}  # and the line before
+    return numbers
 
 
 def _names_in(node: ast.AST) -> list[str]:

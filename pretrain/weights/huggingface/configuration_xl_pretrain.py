@@ -8,10 +8,18 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from pretrain.config.mixer import Mixer
 from pretrain.config.model import ModelConfig
 
+# An export has these instead of the project's own, with its kinds of layers in the table.
+FACTS: dict[str, type[Mixer]] = {}
 
-# An export has these two instead of the project's own.
+
+def mixer_facts(kind: str) -> Mixer:
+    """Return the facts of a kind of layer."""
+    return FACTS[kind](kind)
+
+
 class ConfigError(ValueError):
     """A setting is missing, unknown, or contradicts another one."""
 
@@ -47,7 +55,8 @@ class XLPretrainConfig(PretrainedConfig):
         self.trained_keys = tuple(trained_keys)
         self.document_end_id = document_end_id
         for entry in fields(ModelConfig):
-            value = settings.pop(entry.name, entry.default)
+            default = {} if entry.name == "mixers" else entry.default
+            value = settings.pop(entry.name, default)
             setattr(self, entry.name, tuple(value) if isinstance(value, list) else value)
         # What is tied follows from `tie_embeddings` and other settings, not from this.
         super().__init__(**{**settings, "tie_word_embeddings": True})

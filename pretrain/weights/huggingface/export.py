@@ -11,15 +11,17 @@ DIR/README.md              the model card
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.tokenizer import Tokenizer
 from foundation.files import atomic_write, write_json, write_text
 from foundation.typed_values import to_tree
+from pretrain.config.model import ModelConfig
 from pretrain.rundir.code_version import code_version
 from pretrain.weights.export import WEIGHTS, TrainedModel, new_directory, write_weights
-from pretrain.weights.huggingface.bundle import Key, bundle
+from pretrain.weights.huggingface.bundle import Key, bundle, module
 from pretrain.weights.huggingface.model_card import model_card
 from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
 
@@ -40,7 +42,7 @@ def write_huggingface(
 ) -> None:
     """Write the whole directory or nothing; `evaluation` is the line of the run's latest one."""
     with new_directory(output) as beside:
-        for name, source in code_of_export().items():
+        for name, source in code_of_export(trained.config.model).items():
             write_text(beside / f"{name}.py", source)
         tensors = {
             f"transformer.{name}": parameter.detach().contiguous()
@@ -55,19 +57,31 @@ def write_huggingface(
         write_json(beside / "config.json", _config(trained, tokenizer.end_id))
 
 
-def code_of_export() -> dict[str, str]:
+def code_of_export(model: ModelConfig) -> dict[str, str]:
     """Return the source of the export's modules by name."""
     heading = HEADING.format(version=code_version())
     configuration, modeling = (f"{__package__}.{name}" for name in CODE[:2])
     replaced = {
-        **dict.fromkeys(("ConfigError", "abbreviated"), configuration),
-        **dict.fromkeys(("DropoutStream", "backend_for", "delta_rule_for"), modeling),
+        **dict.fromkeys(("ConfigError", "abbreviated", "mixer_facts"), configuration),
+        **dict.fromkeys(("DropoutStream", "backend_for", "mixer_class"), modeling),
     }
+    facts: dict[str, Key] = {}
+    modules: dict[str, Key] = {}
+    for mixer in model.mixers_used:
+        facts[mixer.kind] = (f"{mixer.package}.facts", type(mixer).__name__)
+        modules[mixer.kind] = (f"{mixer.package}.module", mixer.module)
+        own = f"{mixer.package}.exported"
+        if find_spec(own):  # it replaces definitions of the same names
+            replaced |= dict.fromkeys(module(own).definitions, own)
+    tables = {CODE[0]: ("FACTS", facts), CODE[1]: ("MIXERS", modules)}
     texts: dict[str, str] = {}
     home: dict[Key, str] = {}
     for name in CODE:
+        table, kinds = tables.get(name, ("", {}))
         root = f"{__package__}.{name}"
-        texts[name], own = bundle(root, heading, replaced, dict(home))
+        text, own = bundle(root, heading, replaced, dict(home), [*kinds.values()])
+        lines = (f'{table}["{kind}"] = {class_name}\n' for kind, (_, class_name) in kinds.items())
+        texts[name] = "\n\n".join([text, "".join(lines)]) if kinds else text
         home |= dict.fromkeys(own, name)
     return texts
 

@@ -82,14 +82,8 @@ def model_card(
         for name, value in model.function_settings().items()
         if value not in (False, 0, ()) or name == "num_layers"
     }
-    up_to = "" if isinstance(model.memory_length, int) else "up to "
-    memory = (
-        f"attention remembers {up_to}{model.longest_memory:,} tokens of hidden states per layer"
-    )
-    if model.num_deltanet_layers:
-        memory = "Gated DeltaNet carries a state of fixed size" + (
-            f", and {memory}" if model.num_attention_layers else ""
-        )
+    mixers = sorted(model.mixers_used, key=lambda mixer: mixer.has_rows)
+    title = "Transformer-XL" if mixers[0].has_rows else mixers[0].title
     tokenizer_text = f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens"
     needs_sentencepiece = MODEL_NAME in (tokenizer_files(tokenizer) or {})
     return CARD.format(
@@ -102,8 +96,8 @@ def model_card(
             r"[^\w.+ -]", "_", path_text(config.data.path).rstrip("/").rpartition("/")[2]
         ),
         model=model_in_words(config),
-        memory=memory,
-        tag="gated-deltanet" if model.num_deltanet_layers else "transformer-xl",
+        memory=", and ".join(mixer.memory_text(model) for mixer in mixers),
+        tag=title.lower().replace(" ", "-"),
         requirement=", and sentencepiece for the tokenizer" if needs_sentencepiece else "",
         model_rows=_table({"tokenizer": tokenizer_text, **settings}),
         training_rows=_table(training),

@@ -24,7 +24,6 @@ from transformers.utils.generic import ModelOutput
 from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.model.attention_backends import AttentionBackend, plain_attention, tiled_attention
 from pretrain.model.cached import last_logits_BTV, new_stream
-from pretrain.model.delta_rule import DeltaRulePath, delta_rule
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainConfig
@@ -32,7 +31,15 @@ from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainCon
 ALIGNMENT = 64  # bytes, as torch allocates
 
 
-# An export has these three instead of the project's own.
+# An export has these instead of the project's own, with its kinds of layers in the table.
+MIXERS: dict[str, Any] = {}
+
+
+def mixer_class(kind: str) -> Any:
+    """Return the module's class of a kind of layer."""
+    return MIXERS[kind]
+
+
 class DropoutStream:
     """The masks of dropout in training; there is no dropout here."""
 
@@ -42,13 +49,6 @@ def backend_for(
 ) -> AttentionBackend:
     """Return how attention is computed: in tiles on a CPU, elsewhere in plain operations."""
     return tiled_attention if device.type == "cpu" else plain_attention
-
-
-def delta_rule_for(
-    kernel: AttentionKernel, model: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> DeltaRulePath:
-    """Return how a deltanet's states are computed."""
-    return delta_rule
 
 
 @dataclass

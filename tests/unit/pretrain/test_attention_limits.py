@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foundation.errors import ConfigError
-from pretrain.config.engine import LIMITS, Attention, DeltaRule, chosen_attention, chosen_delta_rule
+from pretrain.config.engine import LIMITS, Attention, chosen_attention
 from pretrain.config.model import (
     ActivationCheckpointing,
     AttentionKernel,
@@ -26,6 +26,7 @@ from pretrain.config.model import (
 )
 from pretrain.config.run import EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.kernels.triton.tiling import built_in_tiles
+from pretrain.mixers.deltanet import facts
 from pretrain.model.attention_backends import (
     ScoreTerms,
     WeightDropout,
@@ -54,6 +55,9 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         "base_width": 8,
     }.items()},
     "layer_kinds": [{"layer_kinds": ("deltanet", "attention")}],
+    "mixers": [{
+        "layer_kinds": ("deltanet", "attention"), "mixers": {"deltanet": {"largest_write": 2.0}}
+    }],
     "d_head": [{"d_head": width} for width in (6, 80, 96, 128, 136, 256, 264)],
     "memory_length": [{"memory_length": length} for length in (0, 3, 25, (3, 8))],
     "compressed_length": [{"compressed_length": 4}],
@@ -163,12 +167,14 @@ def test_a_gpu_takes_the_fastest_attention_or_says_why_not(options, is_half, kin
         ("atomic", {}, False, "float32"),
     ],
 )
-def test_a_gpu_takes_fla_or_names_what_excludes_it(kernel, options, is_half, reason):
+def test_a_gpu_takes_fla_or_names_what_excludes_it(monkeypatch, kernel, options, is_half, reason):
     config = replace(TINY, layer_kinds=("deltanet",), **options)
-    found = chosen_delta_rule(kernel, config, on_gpu=True, is_half=is_half)
-    assert (found[0] is DeltaRule.FLA) == (not reason)
+    monkeypatch.setattr(facts, "missing_package", lambda: "")
+    found = facts.fla_here(kernel, config, "deltanet", on_gpu=True, is_half=is_half)
+    assert found[0] == (not reason)
     assert reason in found[1]
-    assert chosen_delta_rule(kernel, config, on_gpu=False, is_half=True) == (DeltaRule.CHUNKS, "")
+    on_cpu = facts.fla_here(kernel, config, "deltanet", on_gpu=False, is_half=True)
+    assert on_cpu == (False, "")
 
 
 def test_what_a_gpu_gets_is_logged_once(caplog):
@@ -210,6 +216,6 @@ def test_the_page_has_the_table():
     page = (Path(__file__).parents[3] / "docs/model.md").read_text()
     section = page.split("## Attention kernels")[1].split("\n## ")[0]
     answer = r" (yes|no) \|"
-    rows = re.findall(rf"^\| `?([^|`]+)`? \|{answer * 3}$", section, re.MULTILINE)
-    limits = [(each.option, each.sdpa or each.flash, each.fused, each.fla) for each in LIMITS]
+    rows = re.findall(rf"^\| `?([^|`]+)`? \|{answer * 2}$", section, re.MULTILINE)
+    limits = [(each.option, each.sdpa or each.flash, each.fused) for each in LIMITS]
     assert [(option, *(word == "no" for word in words)) for option, *words in rows] == limits

@@ -8,11 +8,9 @@ import re
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from foundation.settings import load_config
 from pretrain.cli import main
@@ -37,6 +35,7 @@ from pretrain.costs.flops import (
 )
 from pretrain.costs.hardware import Hardware
 from pretrain.costs.run_time import SLOWER_WHILE_WRITING, FailureCosts, failure_costs
+from pretrain.mixers.check import flop_counter
 from pretrain.model.transformer_xl import TransformerXL
 from tests.helpers.choices import MODEL_CHOICES
 from tests.helpers.models import TINY, VARIANTS
@@ -116,17 +115,6 @@ def test_counted_parameters_are_those_of_the_built_model():
         assert largest_parameter(model) == max(built), options
 
 
-def flop_counter() -> FlopCounterMode:
-    """PyTorch's counter, which leaves out triangular solves: counted as the product they invert."""
-
-    def solve(matrix: list[int], columns: list[int], *_: Any, **__: Any) -> int:
-        return 2 * math.prod(columns) * matrix[-1]
-
-    return FlopCounterMode(
-        display=False, custom_mapping={torch.ops.aten.linalg_solve_triangular: solve}
-    )
-
-
 def counted_flops(module: TransformerXL, segments: int = 1) -> tuple[float, float]:
     """PyTorch's count of a forward pass, and of both, of three lanes with a full memory."""
     tokens_BL, memory = torch.arange(18).view(3, 6), None
@@ -172,7 +160,7 @@ def test_flops_are_what_pytorch_counts(options, ends):
     forward, both = counted_flops(TransformerXL(model, attention_kernel="plain"), segments)
     # The shift's padding column is a product the formula leaves out.
     width = model.num_heads * model.head_width * (model.positions == "relative")
-    padding = 2 * model.num_attention_layers * width * model.read_tokens(6) / 6
+    padding = 2 * model.num_layers_with_rows * width * model.read_tokens(6) / 6
     expected, tokens = token_flops(model, 6, 3, segments), 18 * segments
     assert forward / tokens == pytest.approx(expected.forward + padding, rel=1e-12)
     assert both / tokens == pytest.approx(expected.training + 3 * padding, rel=1e-12)

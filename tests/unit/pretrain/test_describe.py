@@ -268,7 +268,7 @@ def test_settings_of_the_command_line_are_in_the_file_and_the_size_is_as_asked(s
     file.write_text(experiment_text(run, file, text, overrides))
     found = load_config(RunConfig, file)
     assert found == replace(run, model=replace(run.model, vocab_size=0))
-    assert found.model.num_deltanet_layers == 3 * found.model.num_attention_layers
+    assert found.model.num_layers == 4 * found.model.num_layers_with_rows
     assert (found.optim.name, found.optim.schedule.decay_steps) == ("muon", 7)
     six = new_experiment("mine", text, 3e6, overrides=["model.num_layers=6"])
     assert six.model.num_layers == 6

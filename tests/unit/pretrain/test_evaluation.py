@@ -43,7 +43,7 @@ from pretrain.evaluation.probes.recall import (
     tokens_of_vocabulary,
 )
 from pretrain.model.cached import new_stream
-from pretrain.model.layer import TransformerLayer
+from pretrain.model.layer import RowsLayer
 from pretrain.model.memory import document_starts, num_compressed_rows
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.evaluated_text import EvaluatedText, difference_error
@@ -424,7 +424,7 @@ def direct_attention(model: TransformerXL, corpus, found: AttentionMass) -> dict
     handles = [
         layer.attention.register_forward_pre_hook(take, with_kwargs=True)
         for layer in model.layers
-        if isinstance(layer, TransformerLayer)
+        if isinstance(layer, RowsLayer)
     ]
     config = model.config
     num_bins, sums, queries, memory = len(found.first_distances), {}, 0, None
@@ -464,7 +464,7 @@ def direct_attention(model: TransformerXL, corpus, found: AttentionMass) -> dict
         handle.remove()
     assert queries == found.queries > 0
     none = torch.zeros(config.num_heads, dtype=torch.float64)
-    layers = range(config.num_attention_layers)
+    layers = range(config.num_layers_with_rows)
     return {
         "entropy": torch.stack([sums["entropy", layer] for layer in layers]) / queries,
         **{

@@ -15,16 +15,16 @@ from torch.nn.functional import normalize
 
 from pretrain.config.model import FEED_FORWARDS, FeedForwardKind
 from pretrain.config.run import ModelConfig
-from pretrain.model import gated_deltanet
-from pretrain.model.delta_rule import (
+from pretrain.mixers.deltanet import module as gated_deltanet
+from pretrain.mixers.deltanet.delta_rule import (
     DeltaInputs,
     delta_rule,
     delta_rule_by_step,
     delta_rule_in_chunks,
     fla_delta_rule,
 )
+from pretrain.mixers.deltanet.module import GatedDeltaNet
 from pretrain.model.feed_forward import FeedForward
-from pretrain.model.gated_deltanet import GatedDeltaNet
 from pretrain.model.memory import num_leaving_rows
 from pretrain.model.memory_modules import Compression
 from pretrain.model.parameters import RMSNorm
@@ -414,7 +414,7 @@ def chunk_gated_delta_rule(
 def test_a_layer_gives_fla_what_it_takes(monkeypatch, starts) -> None:
     # Kernels of the package: tests/integration/test_delta_rule_kernels.py.
     monkeypatch.setattr(
-        "pretrain.model.delta_rule.chunk_gated_delta_rule", lambda: chunk_gated_delta_rule
+        "pretrain.mixers.deltanet.delta_rule.chunk_gated_delta_rule", lambda: chunk_gated_delta_rule
     )
     model = ModelConfig(vocab_size=8, d_model=12, num_heads=HEADS, layer_kinds=("deltanet",))
     layer, (inputs, _) = GatedDeltaNet(model, 0).double(), random_inputs(20, starts)
@@ -424,7 +424,7 @@ def test_a_layer_gives_fla_what_it_takes(monkeypatch, starts) -> None:
     tail = torch.zeros(LANES, 3, 48, dtype=torch.float64)
     for rule in (delta_rule, fla_delta_rule):
         monkeypatch.setattr(gated_deltanet, "delta_rule_for", lambda *_, rule=rule: rule)
-        read, *carried = layer(hidden_BLD, state, tail, inputs.documents_BL, dropout=None)
+        read, *carried = layer(hidden_BLD, state, tail, inputs.documents_BL)
         gradients = torch.autograd.grad(read.square().sum(), tuple(layer.parameters()))
         outputs.append([read.detach(), *carried, *gradients])
     torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)

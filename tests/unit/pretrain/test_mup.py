@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pretrain.config.run import EngineConfig, ModelConfig, OptimConfig, RunConfig
 from pretrain.engines.torch_engine import TorchEngine
-from pretrain.model.layer import DeltaNetLayer, TransformerLayer
+from pretrain.model.layer import RowsLayer, StateLayer
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim import parameter_groups
 from pretrain.optim.parameter_groups import GroupTraits
@@ -79,7 +79,7 @@ def sizes(config: ModelConfig, optim: OptimConfig, seed: int) -> Sizes:
     engine = TorchEngine(run, module, ALONE, 1)
     parts: dict[str, nn.Module] = {"embedding": module.embedding}
     for index, layer in enumerate(module.layers):
-        assert isinstance(layer, DeltaNetLayer | TransformerLayer)
+        assert isinstance(layer, StateLayer | RowsLayer)
         parts |= {f"layer {index}": layer, f"mixer {index}": layer.mixer}
         parts |= {f"feed-forward {index}": layer.feed_forward}
     parts |= {f"logits {index}": part for index, part in enumerate(module.head.bins)}
@@ -117,15 +117,15 @@ def keeping_scores(found: Sizes) -> Callable[..., None]:
     """The scores by content, of the segment's tokens."""
 
     def hook(
-        layer: TransformerLayer, inputs: tuple[Tensor, ...], options: dict[str, Any], _: Tensor
+        layer: RowsLayer, inputs: tuple[Tensor, ...], options: dict[str, Any], _: Tensor
     ) -> None:
         hidden_BLD, _, positions_CX = inputs[:3]
         if layer.input_norm is not None:
             hidden_BLD = layer.input_norm(hidden_BLD)
-        projected_BLNH = layer.attention.projected_queries(hidden_BLD)
-        query_BLNH = layer.attention.queries(projected_BLNH, positions_CX, options["visibility"])
-        keys = layer.attention.keys_and_values(hidden_BLD)
-        key_BLGH = layer.attention.placed(keys, positions_CX[-hidden_BLD.shape[1] :])[:, :, 0]
+        projected_BLNH = layer.mixer.projected_queries(hidden_BLD)
+        query_BLNH = layer.mixer.queries(projected_BLNH, positions_CX, options["visibility"])
+        keys = layer.mixer.keys_and_values(hidden_BLD)
+        key_BLGH = layer.mixer.placed(keys, positions_CX[-hidden_BLD.shape[1] :])[:, :, 0]
         key_BLNH = key_BLGH.repeat_interleave(query_BLNH.shape[2] // key_BLGH.shape[2], 2)
         scores = torch.einsum("blnh,bcnh->bnlc", query_BLNH, key_BLNH)
         found["scores"] = (scores / query_BLNH.shape[3] ** 0.5).abs().mean().item()

@@ -47,7 +47,6 @@ from pretrain.optim.parameter_groups import (
     layer_name,
     parameter_role,
     set_learning_rate,
-    stacked_matrices,
 )
 from pretrain.optim.schedule import learning_rate_at
 from pretrain.run import build_engine, run_training
@@ -81,17 +80,16 @@ def torch_optimizers(
     parts = {
         name: [
             nn.Parameter(part.clone())
-            for part in each.detach().chunk(
-                stacked_matrices(name) if parameter_role(name) == "matrix" else 1
-            )
+            for part in each.detach().chunk(2 if name.endswith(".key_value_weight") else 1)
         ]
         for name, each in module.named_parameters()
     }
-    matrices = [part for name in parts if parameter_role(name) == "matrix" for part in parts[name]]
+    roles = {name: parameter_role(name, module.config) for name in parts}
+    matrices = [part for name in parts if roles[name] == "matrix" for part in parts[name]]
     others = [
         {"params": parts[name], "weight_decay": DECAY if is_decayed(name, parts[name][0]) else 0.0}
         for name in parts
-        if parameter_role(name) != "matrix"
+        if roles[name] != "matrix"
     ]
     rate = {"lr": optim.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
     muon = torch.optim.Muon(matrices, weight_decay=DECAY, **rate)
@@ -290,7 +288,7 @@ def built_variants() -> Iterator[TransformerXL]:
 def test_every_parameter_of_every_variant_has_one_role() -> None:
     for module in built_variants():
         for name, parameter in module.named_parameters():
-            role = parameter_role(name)
+            role = parameter_role(name, module.config)
             # Under ZeRO-3 a parameter has no shape, so the name alone must tell.
             is_pair = name.endswith(("content_bias", "position_bias", "bucket_bias"))
             assert (parameter.dim() == 2) == (decays(role) or is_pair), (name, role)
@@ -299,7 +297,7 @@ def test_every_parameter_of_every_variant_has_one_role() -> None:
 @pytest.mark.parametrize("name", ["layers.0.attention.sink", "head.bins.0.gate", "bias"])
 def test_a_parameter_without_a_role_is_an_error(name: str) -> None:
     with pytest.raises(AssertionError, match=name):
-        parameter_role(name)
+        parameter_role(name, TINY)
 
 
 def test_a_bin_that_no_token_is_in_takes_adams_step_for_a_gradient_of_zero() -> None:

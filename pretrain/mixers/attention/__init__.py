@@ -1,0 +1,1 @@
+"""Attention over the layer's inputs, of the segment and remembered ones."""

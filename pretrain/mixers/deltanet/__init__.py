@@ -1,0 +1,1 @@
+"""Gated DeltaNet: linear attention with a state of fixed size."""

@@ -1,0 +1,131 @@
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): linear attention with a state of fixed size.
+
+Letters of shapes as in `pretrain.model`; X is the width of a head's values, Y the channels of all
+queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+from torch.utils.checkpoint import checkpoint
+
+from pretrain.config.model import AttentionKernel, ModelConfig
+from pretrain.mixers.deltanet.delta_rule import DeltaInputs, delta_rule, delta_rule_for, normalized
+from pretrain.mixers.deltanet.facts import TAPS, widths_of
+from pretrain.model.parameters import RMSNorm, normal, uniform
+from pretrain.model.recurrent_parts import convolved, sigmoid, softplus, tail_of
+
+
+class GatedDeltaNet(nn.Module):
+    """Reads and updates a state [H, X] per head by the gated delta rule; no norm, no residual.
+
+    Queries, keys and values pass a causal convolution of each channel over four tokens, and SiLU.
+    Queries and keys then have norm 1. With the rates alpha and beta of each token and head
+
+        alpha = exp(-exp(A) softplus(W_a x + b))        beta = sigmoid(W_b x)
+
+    the layer's output is W_o (RMSNorm(o) * SiLU(W_g x)), o what the head read.
+    """
+
+    kind = "deltanet"
+    by_channel = False  # A has a head's channels decay alike
+    activate_gate = staticmethod(silu)
+
+    def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel = "auto") -> None:
+        super().__init__()
+        self._config = config
+        self._kernel: AttentionKernel = kernel
+        widths = widths_of(config, self.kind)
+        self._head_width, self._value_width = widths.key, widths.value
+        self._heads_per_key = config.num_heads // widths.heads
+        self._largest_write = config.mixer_settings(self.kind).largest_write
+        # Selective checkpointing: the backward pass computes products between tokens again.
+        self.recomputes_scores = False
+        heads, width, std = config.num_heads, config.d_model, config.matrix_init_std
+        keys, values = widths.keys, widths.values
+        self.query_weight = normal(keys, width, std=std)
+        self.key_weight = normal(keys, width, std=std)
+        self.value_weight = normal(values, width, std=std)
+        decays = heads * widths.key if self.by_channel else heads
+        self.decay_weight = normal(decays, width, std=std)  # W_a
+        self.write_weight = normal(heads, width, std=std)  # W_b
+        self.gate_weight = normal(values, width, std=std)
+        self.output_weight = normal(width, values, std=std)
+        self.convolution_weight = normal(TAPS, 1, 2 * keys + values, std=TAPS**-0.5)
+        # As in Mamba-2: exp(A) is uniform, and softplus(b) is between 0.001 and 0.1, uniform in its
+        # logarithm. The slowest heads forget a token's trace after a thousand tokens.
+        self.decay_rate = nn.Parameter(uniform(heads, low=1.0, high=16.0).log())  # A
+        self.decay_bias = nn.Parameter(  # b
+            uniform(decays, low=-6.908, high=-2.303).exp().expm1().log()
+        )
+        self.output_norm = RMSNorm(self._value_width)
+
+    def forward(
+        self,
+        segment_BLD: Tensor,
+        state_BNHX: Tensor,
+        tail_BXY: Tensor,
+        documents_BL: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output [B, L, D], and state and tail after the segment.
+
+        The tail is what the convolution still reads of the last three tokens. With documents,
+        counted from the token before the segment, nothing of an earlier one is read.
+        """
+        # The gates, too: a product with as few columns as heads is rounded by the number of lanes.
+        weights = (self.query_weight, self.key_weight, self.value_weight)
+        weights += (self.decay_weight, self.write_weight)
+        projected_BLX = linear(segment_BLD, torch.cat(weights))
+        widths = (self.convolution_weight.shape[-1], len(self.decay_weight), len(self.write_weight))
+        new_BLY, decay_BLN, write_BLN = projected_BLX.split(widths, dim=-1)
+        rows_BXY = torch.cat([tail_BXY, new_BLY], dim=1)
+        mixed_BLY = silu(convolved(rows_BXY, self.convolution_weight, documents_BL))
+        inputs = self._delta_inputs(mixed_BLY, decay_BLN, write_BLN, documents_BL)
+        where = (segment_BLD.device, segment_BLD.dtype)
+        rule = delta_rule_for(self._kernel, self._config, self.kind, *where)
+        if rule is delta_rule:
+            inputs = normalized(inputs)
+        state_BNHX = state_BNHX.to(inputs.write_BLN.dtype)
+        if self.recomputes_scores and torch.is_grad_enabled():
+            read_BLNX, state_BNHX = checkpoint(
+                rule, inputs, state_BNHX, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            read_BLNX, state_BNHX = rule(inputs, state_BNHX)
+        normed_BLX = self.output_norm(read_BLNX.to(segment_BLD.dtype)).flatten(2)
+        gate_BLX = self.activate_gate(linear(segment_BLD, self.gate_weight))
+        output_BLD = linear(normed_BLX * gate_BLX, self.output_weight)
+        return output_BLD, state_BNHX, tail_of(rows_BXY, TAPS - 1, documents_BL)
+
+    def _delta_inputs(
+        self, mixed_BLY: Tensor, decay_BLN: Tensor, write_BLN: Tensor, documents_BL: Tensor | None
+    ) -> DeltaInputs:
+        """Return what the delta rule computes with, the gates in float32 or wider."""
+        exact = torch.promote_types(mixed_BLY.dtype, torch.float32)
+        keys = self.query_weight.shape[0]
+        query, key, value = mixed_BLY.split([keys, keys, self.value_weight.shape[0]], dim=-1)
+        rate_N, bias_N = self.decay_rate.to(exact), self.decay_bias.to(exact)
+        query_BLNH, key_BLNH = (
+            vectors.unflatten(-1, (-1, self._head_width)) for vectors in (query, key)
+        )
+        if self._heads_per_key > 1:
+            query_BLNH, key_BLNH = (
+                vectors.repeat_interleave(self._heads_per_key, dim=2)
+                for vectors in (query_BLNH, key_BLNH)
+            )
+        gates, rate = softplus(decay_BLN.to(exact) + bias_N), rate_N.exp()
+        if self.by_channel:
+            gates, rate = gates.unflatten(-1, (-1, self._head_width)), rate[:, None]
+        write_BLN = sigmoid(write_BLN.to(exact))
+        if self._largest_write != 1.0:
+            write_BLN = write_BLN * self._largest_write
+        return DeltaInputs(
+            query_BLNH=query_BLNH,
+            key_BLNH=key_BLNH,
+            value_BLNX=value.unflatten(-1, (-1, self._value_width)),
+            log_decay_BLN=-rate * gates,
+            write_BLN=write_BLN,
+            documents_BL=documents_BL,
+        )
