@@ -43,6 +43,10 @@ COMMANDS = {
         "pretrain.commands.describe",
         "estimate parameters, FLOPs, memory and disk space of a run before it starts",
     ),
+    "check-mixer": (
+        "pretrain.commands.check_mixer",
+        "prove that a kind of layer carries its state right and that its facts are true",
+    ),
     "settings": (
         "pretrain.commands.settings",
         "explain the settings of an experiment: default, allowed values, meaning",

@@ -128,7 +128,7 @@ def parameter_counts(model: ModelConfig) -> Parameters:
 def model_in_words(run: RunConfig) -> str:
     """Return what a run trains, and how: `Transformer-XL, 4 layers, 397k parameters, AdamW`.
 
-    A hybrid is called by its layers: `3:1 Gated DeltaNet and attention`.
+    A hybrid is called by its layers: `3:1 TITLE and attention`.
     """
     words = [kinds_in_words(run.model), counted(run.model.num_layers, "layer")]
     if run.model.vocab_size:  # else not known before the run starts

@@ -130,7 +130,6 @@ class Subject:
 
     @cached_property
     def whole(self) -> tuple[Tensor, Memory]:
-        """What `layers_read` returns of one segment."""
         return self.layers_read()
 
 

@@ -90,8 +90,7 @@ class AttentionFacts(Mixer):
         if model.softmax_scaling == "log_length":
             elements += tokens * h
         if POSITIONS[model.positions].projects_encodings:
-            # Plain operations keep queries with u and with v.
-            elements += (queries + memory) * h + tokens * h * is_plain
+            elements += (queries + memory) * h + tokens * h * is_plain  # plain: with u, with v
         if attention in (Attention.SDPA, Attention.FUSED):
             weights = 4.0 * tokens * n  # they keep one number per query
         elif is_plain:

@@ -1,0 +1,277 @@
+"""Kinds of layers: all of them pass their checks, each check sees its leaks, a stranger's folder
+works as ours do.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from foundation.errors import ConfigError
+from pretrain.cli import main
+from pretrain.config.mixer import kinds_here, mixer_facts
+from pretrain.config.model import ModelConfig
+from pretrain.mixers import check
+from pretrain.mixers.deltanet import module as deltanet
+from pretrain.mixers.kda.module import KimiDeltaAttention
+from pretrain.model.recurrent_parts import convolved
+from tests.helpers.checkout import ROOT
+
+SUBJECTS: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in kinds_here()),
+    ("attention", {"positions": "rope", "query_key_norm": True, "norm_position": "post"}),
+    ("deltanet", {"num_heads": 4, "d_model": 16, "mixers": {"deltanet": {
+        "key_width": 3, "value_width": 5, "key_heads": 2, "largest_write": 2.0}}}),
+]  # fmt: skip
+# What a layer gets: the forward pass itself, segment, state, tail and documents.
+Leak = Callable[[Any, Any, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+@pytest.mark.parametrize(("kind", "settings"), SUBJECTS, ids=str)
+def test_every_kind_passes_all_checks(kind, settings):
+    checks = check.check_mixer(kind, settings)
+    assert [each for each in checks if not each.passed] == []
+    assert len(checks) == len(check.CHECKS)
+
+
+def state_after(change: Callable[[Tensor, Tensor], Tensor]) -> Leak:
+    """The state after the segment is made another, from it and the one before."""
+
+    def leak(forward: Any, _: Any, x: Tensor, state: Tensor, tail: Tensor, documents: Tensor):
+        output, after, tail = forward(x, state, tail, documents)
+        return output, change(after, state), tail
+
+    return leak
+
+
+def before(change: Callable[..., tuple[Tensor, Tensor, Tensor, Any]]) -> Leak:
+    """What the layer gets is made another."""
+    return lambda forward, _, *inputs: forward(*change(*inputs))
+
+
+def kept_in_the_module(forward: Any, layer: Any, x: Tensor, state: Tensor, *rest: Any):
+    output, layer.kept, tail = forward(x, getattr(layer, "kept", state), *rest)
+    return output, state, tail
+
+
+def tail_across_documents(forward: Any, _: Any, *inputs: Any):
+    return (*forward(*inputs)[:2], forward(*inputs[:3], None)[2])
+
+
+def state_before_the_last_token(forward: Any, _: Any, x: Tensor, *rest: Any):
+    output, state, tail = forward(x, *rest)
+    if x.shape[1] > 1:
+        state = forward(x[:, :-1], *rest[:2], rest[2][:, :-1])[1]
+    return output, state, tail
+
+
+def longer_tail(forward: Any, _: Any, x: Tensor, state: Tensor, tail: Tensor, documents: Tensor):
+    output, state, tail = forward(x, state, tail[:, -3:], documents)
+    return output, state, torch.cat([tail, tail], dim=1)
+
+
+def late(documents: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(documents[:, :1]), documents[:, :-1]], dim=1)
+
+
+# What breaks -> the check that must see it, and how it breaks.
+LEAKS: dict[str, tuple[str, Leak]] = {
+    "a state crosses the start of a document": (
+        "isolation", before(lambda x, state, tail, _: (x, state, tail, None)),
+    ),
+    "a state is reset one token late": (
+        "starts", before(lambda x, state, tail, documents: (x, state, tail, late(documents))),
+    ),
+    "the convolution's tail crosses documents": ("isolation", tail_across_documents),
+    "padding of a chunk decays the state": (
+        "segments", state_after(lambda after, _: after * 0.9),
+    ),
+    "a state is rounded to bf16": ("types", state_after(lambda after, _: after.bfloat16())),
+    "a state is rounded on its way": (
+        "segments", state_after(lambda after, _: after.bfloat16().to(after.dtype)),
+    ),
+    "a state's gradient is cut": (
+        "gradients", before(lambda x, state, *rest: (x, state.detach(), *rest)),
+    ),
+    "a lane gets its neighbor's state": (
+        "lanes", before(lambda x, state, *rest: (x, state.roll(1, 0), *rest)),
+    ),
+    "a state stays in the module": ("saved", kept_in_the_module),
+    "lanes share a mean": (
+        "slots", before(lambda x, *rest: (x - 0.1 * x.mean(0, keepdim=True), *rest)),
+    ),
+    "a token read alone decays no state": (
+        "stream", before(lambda x, s, *rest: (x, s * (1 + 0.1 * (x.shape[1] == 1)), *rest)),
+    ),
+    "a state misses the last token": ("segments", state_before_the_last_token),
+    "a token sees the next one": (
+        "segments", before(lambda x, *rest: (x + 0.1 * x.roll(-1, 1), *rest)),
+    ),
+    "a state grows": ("long", state_after(lambda after, state: after + 2 * state)),
+    "half precision drops the state": (
+        "bf16", before(lambda x, s, *rest: (x, s * (x.dtype != torch.bfloat16), *rest)),
+    ),
+    "a lane carries more than its facts say": ("lane bytes", longer_tail),
+    "tensors are kept that the facts do not count": (
+        "bytes", before(lambda x, *rest: (x.exp().log().exp().log().exp().log(), *rest)),
+    ),
+}  # fmt: skip
+
+
+def leaky(leak: Leak) -> type[nn.Module]:
+    class Leaky(deltanet.GatedDeltaNet):
+        def forward(self, *inputs: Any) -> Any:
+            return leak(super().forward, self, *inputs)
+
+    return Leaky
+
+
+def drawn(kind: str = "deltanet") -> check.Subject:
+    torch.manual_seed(1)
+    numbers = torch.Generator().manual_seed(1)
+    return check.Subject(check._drawn_config(kind, {}, numbers), numbers)
+
+
+def passes(name: str) -> bool:
+    meaning, limit, measure = check.CHECKS[name]
+    return check.Check(name, meaning, measure(drawn()), limit).passed
+
+
+@pytest.mark.parametrize("breaks", LEAKS)
+def test_a_check_sees_the_leak_that_it_is_for(breaks, monkeypatch):
+    name, leak = LEAKS[breaks]
+    monkeypatch.setattr("pretrain.model.layer.mixer_class", lambda _: leaky(leak))
+    assert not passes(name)
+
+
+def test_a_convolution_across_documents_is_seen(monkeypatch):
+    monkeypatch.setattr(
+        deltanet, "convolved", lambda rows, weight, _: convolved(rows, weight, None)
+    )
+    assert not passes("isolation")
+
+
+def test_facts_that_count_half_the_flops_are_seen(monkeypatch):
+    facts = type(mixer_facts("deltanet"))
+    counted = facts.flops
+
+    def half(*arguments: Any) -> Any:
+        flops = counted(*arguments)
+        return flops._replace(forward={"deltanet": flops.forward["deltanet"] / 2})
+
+    monkeypatch.setattr(facts, "flops", half)
+    assert not passes("flops")
+
+
+def test_a_module_with_another_parameter_than_its_facts_ends_in_one_line(monkeypatch):
+    class More(deltanet.GatedDeltaNet):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.more = nn.Parameter(torch.zeros(3))
+
+    monkeypatch.setattr("pretrain.model.layer.mixer_class", lambda _: More)
+    with pytest.raises(ConfigError, match=r"more has shape \(3,\) in the module and None"):
+        passes("parameters")
+    assert main(["check-mixer", "deltanet"]) == 1
+
+
+def test_the_command_prints_a_line_for_each_check_and_refuses_what_is_no_kind(capsys):
+    assert main(["check-mixer", "kda", "--seed", "3"]) == 0
+    assert capsys.readouterr().out.count("\n") == len(check.CHECKS) + 1
+    for arguments in (
+        ["ema2"],
+        ["mamba2", "model.mixers.mamba2.groups=5"],
+        ["mamba2", "optim.a=1"],
+    ):
+        assert main(["check-mixer", *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_no_kind_but_the_default_is_named_outside_of_its_folder():
+    for path in (ROOT / "pretrain").rglob("*.py"):
+        if path.is_relative_to(ROOT / "pretrain" / "mixers"):
+            continue
+        for kind in set(kinds_here()) - {"attention"}:
+            assert not re.search(rf"{kind}", path.read_text(), re.IGNORECASE), (path, kind)
+
+
+def normed(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def channels_of(x: Tensor, weight: Tensor, bias: Any = 0.0) -> Tensor:
+    """The causal convolution of one lane [L, Y], and SiLU, from the definition."""
+    taps = len(weight)
+    padded = torch.cat([x.new_zeros(taps - 1, x.shape[1]), x])
+    sums = [(padded[t : t + taps] * weight[:, 0]).sum(0) for t in range(len(x))]
+    return silu(torch.stack(sums) + bias)
+
+
+def kda_by_definition(layer: Any, x: Tensor, heads: int, width: int) -> Tensor:
+    w = [getattr(layer, f"{name}_weight") for name in ("query", "key", "value", "decay", "write")]
+    mixed = channels_of(torch.cat([x @ each.T for each in w[:3]], 1), layer.convolution_weight)
+    q, k, v = (each.reshape(len(x), heads, width) for each in mixed.chunk(3, dim=1))
+    q, k = normed(q) * width**-0.5, normed(k)
+    gates = softplus(x @ w[3].T + layer.decay_bias, threshold=100).reshape(len(x), heads, width)
+    alpha = (-layer.decay_rate.exp()[:, None] * gates).exp()
+    beta, read = (x @ w[4].T).sigmoid(), torch.zeros(len(x), heads, width).double()
+    for n in range(heads):
+        S = torch.zeros(width, width).double()
+        for t in range(len(x)):
+            S = torch.diag(alpha[t, n]) @ S
+            S = S + beta[t, n] * torch.outer(k[t, n], v[t, n] - S.T @ k[t, n])
+            read[t, n] = S.T @ q[t, n]
+    gate = (x @ layer.gate_weight.T).sigmoid()
+    return (layer.output_norm(read).flatten(1) * gate) @ layer.output_weight.T
+
+
+@torch.no_grad()
+def test_a_layer_computes_its_papers_recurrence():
+    sizes = {"d_model": 10, "num_heads": 3, "d_head": 4, "layer_kinds": ("kda",)}
+    model = ModelConfig(vocab_size=8, num_layers=1, **sizes)
+    layer, numbers = KimiDeltaAttention(model, 0).double(), torch.Generator().manual_seed(5)
+    for parameter in layer.parameters():
+        parameter.add_(0.3 * torch.randn(parameter.shape, generator=numbers).double())
+    x_BLD = torch.randn(2, 100, 10, generator=numbers).double()
+    parts = [torch.zeros(2, *each.shape).double() for each in mixer_facts("kda").states(model)]
+    expected = torch.stack([kda_by_definition(layer, x_LD, 3, 4) for x_LD in x_BLD])
+    torch.testing.assert_close(layer(x_BLD, *parts, None)[0], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture
+def ema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's layer, in a package that is installed beside this one."""
+    page = (ROOT / "docs" / "your-layer.md").read_text()
+    folder = tmp_path / "my_layers" / "ema"
+    folder.mkdir(parents=True)
+    facts, module = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (folder / "facts.py").write_text(facts)
+    (folder / "module.py").write_text(module)
+    about = tmp_path / "my_layers-1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-layers\nVersion: 1.2\n")
+    points = re.findall(r"^\[project.entry-points.\"(.*?)\"\]\n(\w+) = \"(.*?)\"", page, re.M)
+    (about / "entry_points.txt").write_text("".join(f"[{a}]\n{b} = {c}\n" for a, b, c in points))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.startswith("my_layers")]:
+        del sys.modules[name]
+    mixer_facts.cache_clear()
+
+
+def test_the_pages_layer_passes_all_checks_from_another_package(ema, capsys):
+    assert main(["check-mixer", "ema"]) == 0, capsys.readouterr().out
+    assert mixer_facts("ema").distribution == "my-layers 1.2"
+
+
+def test_a_kind_that_is_not_installed_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"'ema'.*attention, deltanet.*xl_pretrain\.mixers"):
+        ModelConfig(layer_kinds=("ema",))
