@@ -1,4 +1,4 @@
-"""A run around its loop: its directory, what the loop works with, restarts, and how it ends.
+"""A run around its loop: its directory, the objects that the loop uses, restarts, and its end.
 
 The loop also ends at the end of a phase, at a loss spike and, with one rank, when memory runs out.
 The run then restarts in the same process as it resumes after a crash: everything is built again
@@ -119,10 +119,10 @@ EXIT_STATUSES = {
 
 @dataclass(frozen=True)
 class Ended:
-    """Why an attempt ended, and what the next one has to know of it."""
+    """Why an attempt ended, and what the next one needs to know."""
 
     outcome: Outcome
-    failed: Candidate | None = None  # a checkpoint that verified, and could not be read then
+    failed: Candidate | None = None  # a checkpoint that was verified but could not be loaded
     spike: Spike | None = None
 
 
@@ -168,8 +168,8 @@ def _continues(process: RankProcess, ended: Ended) -> bool:
         case Outcome.PHASE_FINISHED | Outcome.UNREADABLE:
             return True
         case Outcome.OUT_OF_MEMORY:
-            # With others, these now wait for this rank inside a collective, so that only the
-            # launcher can restart them all.
+            # Other ranks now wait for this one inside a collective, so only the launcher can
+            # restart all of them.
             return process.world.world_size == 1
         case Outcome.DIVERGED:
             assert ended.spike is not None
@@ -223,7 +223,7 @@ def _rank_process(
         with raise_on_all_ranks():
             if world.is_main and token is None:
                 with_retries(retry, fence.claim)
-        # Ends after the heartbeat: a last upload is not a hang.
+        # Entered before the heartbeat, so it ends after it: a long last upload is no hang.
         project = config.metrics.wandb_project if world.is_main else ""
         copy = stack.enter_context(wandb_copy(run_dir, project))
         if heartbeat is own:
@@ -268,7 +268,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
     config = run_at(process.config, step, changes)
     config = with_fitting_micro_batch(config, world.world_size, past.shortages)
     try:
-        # A mirror has what the run directory has: no local checkpoints.
+        # The mirror uploads only what is in the run directory, no local checkpoints.
         saved = step
         if checkpoint and checkpoint.is_local:
             saved = read_on_main(world, lambda: latest_step(root, step), int)
@@ -282,7 +282,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
                     engine, checkpoint, process, config, past, disk, mirror, local, changes
                 )
             except (RuntimeError, MemoryError) as error:
-                if world.world_size > 1:  # what closes the engine could wait for the others
+                if world.world_size > 1:  # closing the engine could wait for the other ranks
                     if record_out_of_memory(config, run_dir, world, error):
                         end_process(EXIT_OUT_OF_MEMORY)
                     end_at_once(1)

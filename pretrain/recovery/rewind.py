@@ -1,11 +1,11 @@
-"""Rewinding after a loss spike: back to the checkpoint before it, then past its data.
+"""Rewinds after a loss spike: to the checkpoint before the spike, then past the spike's data.
 
 What counts as a spike is a pure function of the losses, so all ranks agree.
 
 A segment's number counts the batches that lanes delivered since the run started. Without rewinds,
-step n reads segment n - 1. A window of segments that a rewind skips shifts all later ones. Windows
-are part of the ledger, and the segment of a step is a pure function of them: so a run that resumes
-anywhere reads the same data, and rewinding needs no other state.
+step n reads segment n - 1. After a window of skipped segments, steps read later ones. The ledger
+has the windows, and the segment of a step is a pure function of them. So a run that resumes from
+any step reads the same data, and a rewind needs no other state.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SpikeDetector:
         """Return the spike that lines of metrics.jsonl complete."""
         spike = None
         for line in lines:
-            # With an overflow the loss scale was too large; it says nothing of data or weights.
+            # An fp16 overflow shows only a too large loss scale, nothing about data or weights.
             if line["kind"] == "train" and not line.get("overflowed"):
                 self._skipped.append((line["step"], line["skipped"]))
                 loss = None if line["skipped"] else line["loss"]
@@ -248,7 +248,7 @@ class SpikeMonitor:
 def rewind(
     run: RunConfig, run_dir: RunDir, world: World, spike: Spike, past: Past = NO_PAST
 ) -> None:
-    """Let the next start resume from before the spike and skip its data.
+    """Make the next start resume from before the spike and skip the spike's data.
 
     TrainingError after `recovery.max_rewinds` rewinds, or without a checkpoint from before the
     spike: to start from scratch is for the user to decide. CheckpointError, with nothing deleted,
@@ -268,8 +268,8 @@ def rewind(
             raise TrainingError(_why_no_rewind(run, run_dir, spike, rewinds, step))
         window = rewind_window(spike, skipped_windows(ledger), run, before.step)
         event = Rewind(spike=spike, to_step=before.step, segments=(window.start, window.stop))
-        # The event comes first. It takes later steps out of the run's history, whatever is still
-        # there after a crash; without it, missing steps would look lost.
+        # Record the event first: it takes later steps out of the run's history, even if a crash now
+        # leaves their files. If files were removed first, a crash would make steps look lost.
         run_dir.ledger.append(event)
         retention.discard_from(run_dir.checkpoints, spike.first_step)
         logger.warning(
