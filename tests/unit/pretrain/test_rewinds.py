@@ -236,13 +236,15 @@ def test_without_rewinds_more_steps_go_past_skipped_updates(
     for _ in range(2):
         assert "raise optim.steps" in error_of(run, run_dir, world)
     assert "learning rate" not in caplog.text
-    longer = replace(run, optim=replace(run.optim, steps=32))
+    rate = run.optim.learning_rate / 2
+    longer = replace(run, optim=replace(run.optim, steps=32, learning_rate=rate))
     assert run_training(longer, run_dir.path, world) == 0
-    (said,) = [line for line in caplog.messages if "the learning rate has changed" in line]
+    (said,) = [line for line in caplog.messages if line.startswith("learning rate")]
     rates = {
         line["step"]: line["learning_rate"] for line in run_dir.read_metrics() if "skipped" in line
     }
-    assert f"step 30 had {rates[30]:.4g}, step 31 has {rates[31]:.4g}" in said
+    expected = f"learning rate of step 31: {rates[31]:.3g}, 0.5 times the last one, {rates[30]:.3g}"
+    assert said == expected
 
 
 def test_a_spike_that_is_not_over_at_the_end_is_told(run, run_dir, world, monkeypatch, caplog):
