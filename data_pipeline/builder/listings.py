@@ -252,9 +252,10 @@ READERS: dict[str, tuple[str, Callable[[dict[str, Any], PurePosixPath], Files]]]
 
 def _present(root: Path, listing: Listing, present: frozenset[str]) -> Iterator[ListedFile]:
     """Yield each listed file in the form that is there; DataError unless one is, as listed."""
-    for forms, times in Counter(listing.files).items():
-        if times > 1:
-            raise DataError(f"{root / listing.name} lists {forms[0].name} {times} times; repair it")
+    times = Counter(form.name for forms in listing.files for form in forms)
+    for forms in listing.files:
+        if twice := [form.name for form in forms if times[form.name] > 1]:
+            raise DataError(f"{root / listing.name} lists {twice[0]} twice; repair it")
         present_forms = [form for form in forms if form.name in present]
         if len(present_forms) != 1:
             raise DataError(
