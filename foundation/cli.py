@@ -33,7 +33,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from foundation.errors import ConfigError, UserError, did_you_mean, exit_status_of
 from foundation.programs import versions
-from foundation.settings import Setting, settings_of, suggestion
+from foundation.settings import Setting, other_name, settings_of, suggestion
 from foundation.typed_values import json_text
 
 _OVERRIDES = "KEY=VALUE"
@@ -257,8 +257,11 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
     ConfigError, with a close name, if no setting matches.
     """
     known = list(settings_of(schema))
+    exact = [one.name for one in known if prefix in (one.name, one.leaf)]
+    if not exact and (other := other_name(schema, prefix)):
+        raise ConfigError(f"{prefix}: unknown setting{other}")
     meant = (
-        [one.name for one in known if prefix in (one.name, one.leaf)]
+        exact
         or [one.name for one in known if prefix in one.name or prefix in _choices(one.hint)]
         or [one.name for one in known if prefix.lower() in one.meaning.lower()]
     )

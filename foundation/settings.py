@@ -246,7 +246,8 @@ def meanings_of(schema: type) -> Mapping[str, str]:
 def suggestion(schema: Any, root: Any, where: Sequence[str], name: str) -> str:
     """Return the end of an error about the unknown `name` in the section `where` of `root`.
 
-    It names the settings that are called so in other sections, or else a close name.
+    It names the settings that are called so in other sections, what `other_names` of the root has
+    for a name of other systems, or else a close name.
     """
     if "." in name:
         nested = name.replace(".", ": {") + ": ..." + "}" * name.count(".")
@@ -256,12 +257,20 @@ def suggestion(schema: Any, root: Any, where: Sequence[str], name: str) -> str:
     same = [setting.name for setting in inside if setting.leaf == name]
     if same := same or [setting.name for setting in plain if setting.leaf == name]:
         return f"; did you mean {' or '.join(map(repr, same[:MOST_SUGGESTED]))}?"
+    if other := other_name(root, name):
+        return other
     own = [field.name for field in fields(schema)]
     nested = {setting.leaf: setting.name for setting in reversed(inside)}
-    close = difflib.get_close_matches(name, nested, n=1)
+    close = difflib.get_close_matches(name, nested, n=1, cutoff=0.8)
     if close and not difflib.get_close_matches(name, own):
         return f"; did you mean {nested[close[0]]!r}?"
     return did_you_mean(name, own)
+
+
+def other_name(schema: Any, name: str) -> str:
+    """Return the end of an error about a name of other systems; '' for any other."""
+    found = getattr(schema, "other_names", {}).get(name.lower().replace("_", "").replace("-", ""))
+    return f"; here it is {found}" if found else ""
 
 
 def load_config(

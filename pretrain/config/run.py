@@ -6,8 +6,10 @@ setting. `why_fixed` says what a resume may not change.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from data_pipeline.config import LARGEST_SEED, MOST_LANES, MOST_ROWS, CacheConfig, MixturePart
 from foundation.errors import ConfigError
@@ -24,6 +26,7 @@ from foundation.settings import (
 )
 from pretrain.config.engine import EngineConfig, check_attention
 from pretrain.config.model import ModelConfig, OptimizerName, ScheduleShape
+from pretrain.config.other_names import OTHER_NAMES
 
 MOST_SEGMENTS = 4096
 LEAST_SCORED_TOKENS = 100_000  # by the last evaluation, which tables quote
@@ -312,6 +315,8 @@ class MetricsConfig:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run. The same file, seed and corpus give the same run."""
+
+    other_names: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
     name: str = "run"
     """Name of the run, of its directory in `runs/` and of its Slurm jobs."""

@@ -1,0 +1,43 @@
+"""Settings of other systems and the one that does the same here, for errors and `settings`."""
+
+_RATE, _BATCH, _LENGTH = "optim.learning_rate", "data.lanes", "data.segment_length"
+_MEMORY = "model.memory_length, the tokens that a layer attends to before a segment"
+_SLOTS = "engine.micro_batch_lanes, from which accumulation follows"
+_CONTEXT = f"{_LENGTH}, and model.memory_length for what is remembered before it"
+_ZERO = "engine.zero_stage: 3 shards all"
+_STEPS = "optim.steps; 'pretrain describe' says how many tokens they are"
+_NOTHING = "nothing: the same command resumes"
+
+# Name, in lower case, without hyphens and underscores -> what to use.
+OTHER_NAMES = {
+    **dict.fromkeys(("lr", "maxlr", "peaklr", "baselr"), _RATE),
+    **dict.fromkeys(("minlr", "lrmin"), "optim.schedule.final_fraction, a part of the rate"),
+    **dict.fromkeys(
+        ("lrscheduler", "lrschedulertype", "lrdecaystyle", "scheduler"), "optim.schedule.shape"
+    ),
+    **dict.fromkeys(("warmup", "warmupiters", "lrwarmupiters"), "optim.schedule.warmup_steps"),
+    **dict.fromkeys(("batchsize", "globalbatchsize", "trainbatchsize"), f"{_BATCH}, of all ranks"),
+    **dict.fromkeys(("microbatchsize", "perdevicetrainbatchsize", "devicebatchsize"), _SLOTS),
+    **dict.fromkeys(("gradientaccumulationsteps", "gradaccum", "accumulation"), _SLOTS),
+    **dict.fromkeys(("seqlen", "seqlength", "sequencelength", "tgtlen", "bptt"), _LENGTH),
+    **dict.fromkeys(("blocksize", "contextlength", "context", "maxseqlen", "nctx"), _CONTEXT),
+    **dict.fromkeys(("maxpositionembeddings", "modelmaxlength", "maxlength"), _CONTEXT),
+    **dict.fromkeys(("mems", "memlen", "statepassing", "window", "slidingwindow"), _MEMORY),
+    **dict.fromkeys(("tbptt", "truncatedbptt"), f"{_LENGTH} times optim.gradient_segments"),
+    **dict.fromkeys(("epochs", "numepochs", "numtrainepochs"), _STEPS),
+    **dict.fromkeys(("maxsteps", "maxiters", "trainiters", "trainsteps", "totalsteps"), _STEPS),
+    **dict.fromkeys(("fsdp", "fsdp2", "dpshard", "zero", "zerooptimization"), _ZERO),
+    **dict.fromkeys(("nlayer", "nlayers", "numhiddenlayers"), "model.num_layers"),
+    **dict.fromkeys(("nhead", "nheads", "numattentionheads"), "model.num_heads"),
+    **dict.fromkeys(("nembd", "dim", "hiddensize"), "model.d_model"),
+    **dict.fromkeys(("dff", "ffndim", "intermediatesize"), "model.d_inner"),
+    **dict.fromkeys(("gradclip", "clipgrad", "maxgradnorm"), "optim.clip_norm"),
+    **dict.fromkeys(("beta1", "beta2", "adambeta1", "adambeta2"), "optim.betas"),
+    **dict.fromkeys(("dtype", "bf16", "fp16", "mixedprecision"), "engine.precision"),
+    **dict.fromkeys(
+        ("gradientcheckpointing", "recompute", "remat"), "engine.activation_checkpointing"
+    ),
+    **dict.fromkeys(("saveinterval", "savesteps", "ckptinterval"), "checkpoint.interval"),
+    **dict.fromkeys(("evalinterval", "evalsteps"), "evaluation.interval"),
+    **dict.fromkeys(("resume", "resumefromcheckpoint", "load", "ckpt"), _NOTHING),
+}
