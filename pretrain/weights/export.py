@@ -32,7 +32,7 @@ from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus_identity import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
-from foundation.errors import ConfigError, DataError, named_setting
+from foundation.errors import ConfigError, DataError, named_setting, shown
 from foundation.files import (
     Content,
     fsync_file,
@@ -71,6 +71,7 @@ from pretrain.rundir.run_step import run_step
 FORMAT = 2
 WEIGHTS = EXPORTED_WEIGHTS
 CONFIG = "config.json"
+HUGGING_FACE_TYPE, HUGGING_FACE_PREFIX = "xl-pretrain", "transformer."  # of exports for it
 TOKENIZER = "tokenizer"
 # All that an export may have besides config.json.
 FILES = (WEIGHTS, f"{TOKENIZER}/{DESCRIPTION_NAME}", f"{TOKENIZER}/{MODEL_NAME}")
@@ -230,8 +231,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         tree = read_json(path, LARGEST_CONFIG_BYTES)
         if "model_type" in tree:
             raise CheckpointError(
-                f"{path} is for Hugging Face transformers; export the run without --format to read "
-                "it here"
+                f"{path} is for Hugging Face transformers: good for initial_weights; to evaluate "
+                "it here, export the run without --format"
             )
         if (version := tree.get("format")) != FORMAT:
             raise CheckpointError(
@@ -267,24 +268,46 @@ def check_initial_weights(run: RunConfig) -> None:
     if export is None:
         return
     with named_setting("initial_weights"):
-        tree = checked_export(export)
+        trained, prefix = _model_of_export(export)
     _refuse_other_tokens(run, export)
     with open_tensors(export / WEIGHTS) as handle:
-        names = handle.keys()
-        shapes = {name: list(handle.get_slice(name).get_shape()) for name in names}
-        _refuse_other_shapes(run, export, shapes)
-    trained = parse_config(RunConfig, tree["run"], str(export / CONFIG))
-    _refuse_other_function(run, export, trained.model)
+        names = [name for name in handle.keys() if name.startswith(prefix)]  # noqa: SIM118
+        shapes = {
+            name.removeprefix(prefix): list(handle.get_slice(name).get_shape()) for name in names
+        }
+    _refuse_other_shapes(run, export, shapes)
+    _refuse_other_function(run, export, trained)
+
+
+def _model_of_export(export: Path) -> tuple[ModelConfig, str]:
+    """Return an export's model, and what stands before its tensors' names: of either format."""
+    tree = read_json(export / CONFIG, LARGEST_CONFIG_BYTES) if is_export(export) else {}
+    kind = tree.get("model_type") if isinstance(tree, dict) else None
+    if kind is None:
+        run = parse_config(RunConfig, checked_export(export)["run"], str(export / CONFIG))
+        return run.model, ""
+    if kind != HUGGING_FACE_TYPE:
+        raise CheckpointError(
+            f"{export} is a {shown(kind)} of Hugging Face, expected an export of this project: "
+            "weights of another family cannot start a run"
+        )
+    settings = {
+        field.name: tree[field.name]
+        for field in dataclasses.fields(ModelConfig)
+        if field.name in tree
+    }
+    return parse_config(ModelConfig, settings, str(export / CONFIG)), HUGGING_FACE_PREFIX
 
 
 def load_initial_weights(engine: Engine, run: RunConfig) -> None:
     """Copy the export's weights, if any, into the engine's fp32 master weights."""
     if run.initial_weights is None:
         return
+    _, prefix = _model_of_export(run.initial_weights)
     with open_tensors(run.initial_weights / WEIGHTS) as handle:
         for fragment in engine.fragments():
             view = fragment.values["weight"]
-            whole = handle.get_tensor(fragment.name).view(-1)
+            whole = handle.get_tensor(f"{prefix}{fragment.name}").reshape(-1)
             view.copy_(whole[fragment.start : fragment.start + view.numel()])
     engine.after_load(0)
 

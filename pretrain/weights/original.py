@@ -21,6 +21,8 @@ from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 
 HUGGING_FACE_PREFIX = "transformer."  # of all names except the softmax's
+FAMILY = "word_emb."  # begins names of the original alone
+WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 CHECKED_TOKENS = 16
 # The original's names within a layer -> ours.
 LAYER_NAMES = {
@@ -181,6 +183,15 @@ def _is_named_tensor(item: tuple[object, object]) -> bool:
 
 def import_state(state: Mapping[str, Tensor], config: ModelConfig) -> TransformerXL:
     """Return the model in evaluation mode; CheckpointError unless names and shapes match."""
+    while all(name.startswith(WRAPPERS) for name in state) and state:
+        state = {name.partition(".")[2]: tensor for name, tensor in state.items()}
+    known = (FAMILY, f"{HUGGING_FACE_PREFIX}{FAMILY}")
+    if not any(name.startswith(known) for name in state):
+        raise CheckpointError(
+            f"the state dict begins with {next(iter(state), 'nothing')!r}, which is not of the "
+            "original Transformer-XL or its class in transformers: only these are imported; an "
+            "export of this project is read as initial_weights"
+        )
     if any(name.startswith(HUGGING_FACE_PREFIX) for name in state):
         state = from_hugging_face(state, config)
     _refuse_untied(state, config)

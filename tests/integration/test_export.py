@@ -69,15 +69,18 @@ def test_an_existing_output_is_refused(exported, capsys):
     assert str(output) in capsys.readouterr().err
 
 
-def test_a_new_run_starts_from_the_weights_of_an_export(exported, tmp_path):
+@pytest.mark.parametrize("layout", ["own", "huggingface"])
+def test_a_new_run_starts_from_the_weights_of_an_export(exported, tmp_path, layout):
     """A learning rate that moves nothing: what comes out is what went in."""
-    run, output = exported
+    run, own = exported
+    output = tmp_path / "start"
+    assert main(["export", str(run), "--output", str(output), "--format", layout]) == 0
     settings = ["engine.kind=deepspeed", "engine.zero_stage=3", f"initial_weights={output}"]
     settings += ["optim.steps=2", "optim.learning_rate=1e-30"]
     train = ["train", str(run.parent / "tiny.yaml"), f"--run-dir={tmp_path / 'run'}", *settings]
     run_ranks(1, partial(main, train), tmp_path)
     after = load_trained(tmp_path / "run", torch.device("cpu")).module
-    for name, parameter in load_export(output)[0].named_parameters():
+    for name, parameter in load_export(own)[0].named_parameters():
         assert torch.equal(after.get_parameter(name), parameter), name
 
 
@@ -89,6 +92,10 @@ def test_weights_of_another_model_are_refused(exported, tmp_path, capsys):
     assert str(output) in capsys.readouterr().err
     assert main([*train, f"initial_weights={tmp_path}"]) == 2
     assert "'pretrain export'" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert main([*train, f"initial_weights={tmp_path}"]) == 2
+    assert "'llama' of Hugging Face" in capsys.readouterr().err
 
 
 def test_evaluate_answers_for_a_run_and_its_export_alike(exported, tiny_corpus, capsys):

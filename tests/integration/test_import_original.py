@@ -142,3 +142,15 @@ def test_the_command_writes_an_export_with_the_originals_words(tmp_path: Path, c
     text = capsys.readouterr().out
     assert text.startswith("w3 w4")
     assert set(text[5:].split()) <= set(words)
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_names_that_wrappers_begin_are_read_and_other_families_refused(wrapper: str) -> None:
+    settings, state = original({})
+    config = config_of_original(settings)
+    wrapped = {f"{wrapper}{name}": tensor for name, tensor in state.items()}
+    expected, found = import_state(state, config), import_state(wrapped, config)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, found.get_parameter(name)), name
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
+        import_state({"model.embed_tokens.weight": torch.ones(2, 2)}, config)

@@ -20,7 +20,14 @@ from foundation.files import atomic_write, write_json, write_text
 from foundation.typed_values import to_tree
 from pretrain.config.model import ModelConfig
 from pretrain.rundir.code_version import code_version
-from pretrain.weights.export import WEIGHTS, TrainedModel, new_directory, write_weights
+from pretrain.weights.export import (
+    HUGGING_FACE_PREFIX,
+    HUGGING_FACE_TYPE,
+    WEIGHTS,
+    TrainedModel,
+    new_directory,
+    write_weights,
+)
 from pretrain.weights.huggingface.bundle import Key, bundle, module
 from pretrain.weights.huggingface.model_card import model_card
 from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
@@ -45,7 +52,7 @@ def write_huggingface(
         for name, source in code_of_export(trained.config.model).items():
             write_text(beside / f"{name}.py", source)
         tensors = {
-            f"transformer.{name}": parameter.detach().contiguous()
+            f"{HUGGING_FACE_PREFIX}{name}": parameter.detach().contiguous()
             for name, parameter in trained.module.named_parameters()
         }
         write_weights(beside / WEIGHTS, tensors)
@@ -91,7 +98,7 @@ def _config(trained: TrainedModel, end_id: int) -> dict[str, Any]:
         **to_tree(trained.config.model),
         "architectures": [CLASSES["AutoModelForCausalLM"].rpartition(".")[2]],
         "auto_map": CLASSES,
-        "model_type": "xl-pretrain",
+        "model_type": HUGGING_FACE_TYPE,
         "segment_length": trained.segment_length,
         "trained_keys": trained.trained_keys,
         "document_end_id": end_id,
