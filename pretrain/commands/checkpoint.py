@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from foundation.cli import Answer, Program, add_json
 from foundation.errors import EXIT_USER_ERROR, printable
 from foundation.files import LARGEST_LIST_BYTES, SMALL_FILE_BYTES, read_json
 from pretrain.checkpoint import directory as files
-from pretrain.checkpoint.verify import MOST_REFUSED_BYTES, verify_and_keep
+from pretrain.checkpoint.verify import MOST_REFUSED_BYTES, steps_that_count, verify_and_keep
 from pretrain.errors import CheckpointError, OtherVersionError, PrunedError
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
@@ -64,6 +65,7 @@ def run_list(arguments: argparse.Namespace) -> Answer:
         for line in run_dir.read_metrics()
         if line["kind"] == "evaluation"
     }
+    usable = steps_that_count(run_dir.checkpoints)
     checkpoints, left = list[dict[str, Any]](), MOST_REFUSED_BYTES
     for step in files.steps_on_disk(run_dir.checkpoints):
         directory = files.step_directory(run_dir.checkpoints, step)
@@ -71,7 +73,8 @@ def run_list(arguments: argparse.Namespace) -> Answer:
         if contents["tokens"] is None:
             with contextlib.suppress(OSError):
                 left = max(left - (directory / files.INDEX).stat().st_size, SMALL_FILE_BYTES)
-        checkpoints.append({"step": step, **contents, "validation": losses.get(step)})
+        uses = {"validation": losses.get(step), "uses": _uses(step, usable)}
+        checkpoints.append({"step": step, **contents, **uses})
     rows = [
         (
             str(checkpoint["step"]),
@@ -79,11 +82,19 @@ def run_list(arguments: argparse.Namespace) -> Answer:
             "unreadable" if checkpoint["tokens"] is None else str(checkpoint["tokens"]),
             format_number(checkpoint["validation"], ".4f"),
             "?" if checkpoint["bytes"] is None else f"{checkpoint['bytes'] / 2**20:.1f}",
+            f"{run_dir.path.name}@{checkpoint['step']}: {', '.join(checkpoint['uses']) or 'none'}",
         )
         for checkpoint in checkpoints
     ]
-    table = text_table([("step", "ranks", "tokens", "validation", "MiB"), *rows])
+    table = text_table([("step", "ranks", "tokens", "validation", "MiB", "usable for"), *rows])
     return Answer(table if rows else _none_in(run_dir), checkpoints)
+
+
+def _uses(step: int, usable: Sequence[int]) -> list[str]:
+    """Return what a checkpoint can be used for, given the steps that are whole."""
+    if step not in usable:
+        return []
+    return ["resume"] * (step == usable[-1]) + ["evaluate", "export", "generate"]
 
 
 def _none_in(run_dir: RunDir) -> str:

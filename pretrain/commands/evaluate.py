@@ -26,12 +26,23 @@ OWN_FLAGS: dict[str, dict[str, Any]] = {
     "tasks": {"limit": None, "few_shot": None, "run_task_code": False},
     "probe": {"trials": 64, "longest_distance": 0, "output": None},
 }
+# With these, a loss is not the one that a report has.
+OTHER_NUMBERS = (
+    "memory_length",
+    "segment_length",
+    "clamp",
+    "rope_extension",
+    "same_length",
+    "data",
+)
+OTHER_NUMBERS += ("ema", "context_length", "probe")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain evaluate`."""
     add, tokens = parser.add_argument, size_of("tokens")
     add("runs", type=run_path, nargs="+", metavar="RUN", help="run, RUN@STEP, or export")
+    add("--follow", action="store_true", help="score each checkpoint of RUN until it has finished")
     add("--data", type=Path, help="corpus or its URL (default: the run's; an export needs one)")
     add("--split", default="validation", help="split of the corpus (default %(default)s)")
     add("--memory-length", type=tokens, nargs="+", metavar="N", help="a result for each N tokens")
@@ -86,6 +97,11 @@ def run(arguments: argparse.Namespace) -> int | Answer:
 def _check(arguments: argparse.Namespace) -> None:
     """Set defaults; ConfigError for bad numbers and for flags that would have no effect."""
     memory_lengths = arguments.memory_length or []
+    changed = [name for name in OTHER_NUMBERS if getattr(arguments, name) not in (None, False, 0)]
+    if arguments.follow and (changed or len(arguments.runs) > 1):
+        flag = _flag(changed[0]) if changed else f"{len(arguments.runs)} runs"
+        raise ConfigError(f"--follow measures what a report has of one run: found {flag}")
+    arguments.is_curve = not changed and (len(arguments.runs) > 1 or arguments.follow)
     for kind, flags in OWN_FLAGS.items():
         for name, default in flags.items():
             value = getattr(arguments, name)

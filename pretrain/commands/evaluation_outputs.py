@@ -16,9 +16,13 @@ from data_pipeline.corpora.manifest import HOW_TO_SPLIT, SPLITS, is_left_out
 from foundation.errors import ConfigError, DataError
 from foundation.files import make_directory, write_json
 from foundation.paths import path_text
+from pretrain.checkpoint.verify import steps_that_count
+from pretrain.config.evaluation_sets import splits_of_sets
 from pretrain.config.model import POSITIONS
 from pretrain.distributed.threads import keep_freed_memory, set_threads
 from pretrain.distributed.world import World, init_world
+from pretrain.errors import CheckpointError
+from pretrain.evaluation.checkpoint_curve import unscored_steps, write_point
 from pretrain.evaluation.context_length import (
     ContextGrid,
     Losses,
@@ -28,6 +32,9 @@ from pretrain.evaluation.context_length import (
 )
 from pretrain.evaluation.evaluate import EvaluationResult, TrainedScorer, evaluate, loss_rows
 from pretrain.evaluation.probes.probe_run import ProbeSettings, probe_rows, run_probes
+from pretrain.rundir.evaluated_text import MEASURED, EvaluatedText
+from pretrain.rundir.metric_names import set_values, task_values
+from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_step import run_step
 from pretrain.scaling.collect import PROBES
 from pretrain.terminal.text import counted
@@ -58,6 +65,8 @@ def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
         )
     if world.device.type == "cpu":
         keep_freed_memory()
+    if arguments.is_curve and (curve := _curve(arguments, world)) is not None:
+        return curve
     models = [_load(arguments, path, world) for path in arguments.runs]
     set_threads(0)
     if kind == "context_length":
@@ -68,6 +77,44 @@ def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
         for path, trained in zip(arguments.runs, models, strict=True)
     ]
     return outputs if world.is_main else []
+
+
+def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput] | None:
+    """Score checkpoints of one run and add them to its files; None if others are asked for too."""
+    named = [run_step(path) for path in arguments.runs if not is_export(path)]
+    is_one = len({path for path, _ in named}) == 1 and len(named) == len(arguments.runs)
+    steps = [step for _, step in named if step is not None]
+    if not is_one or not (arguments.follow or len(steps) == len(named)):
+        return None
+    if world.world_size > 1:
+        raise ConfigError("one rank makes a curve of checkpoints; start it without a launcher")
+    run_dir = RunDir.open(named[0].run)
+    for step in unscored_steps(run_dir) if arguments.follow else steps:
+        path = Path(f"{run_dir.path}@{step}")
+        try:
+            scorer = TrainedScorer(_load(arguments, path, world), world)
+        except CheckpointError:
+            if arguments.follow and step not in steps_that_count(run_dir.checkpoints):
+                continue  # the run has pruned it meanwhile
+            raise
+        (result,) = _evaluate_with_progress(arguments, scorer, _corpus(arguments, scorer.trained))
+        values = {name: result.values()[name] for name in MEASURED}
+        for name, directory in splits_of_sets(run_dir.config).items():
+            (of_set,) = _evaluate_with_progress(arguments, scorer, Corpus.open(directory))
+            values |= set_values(name, of_set.loss, of_set.bits_per_byte)
+        if arguments.tasks:
+            values |= task_values(_tasks(arguments, path, scorer).values["results"])
+        write_point(run_dir, step, values)
+    lines = run_dir.read_evaluations()
+    rows = [("step", "loss", "standard error", "validated on")]
+    rows += [
+        (f"{line['step']:,}", f"{line['loss']:.4f}", *EvaluatedText.of_line(line).cells)
+        for line in lines
+    ]
+    title = (
+        f"{run_dir.path}: {counted(len(lines), 'checkpoint')}, in evaluations.csv and the report"
+    )
+    return [EvaluationOutput(title, rows, {"results": lines})]
 
 
 def _load(arguments: argparse.Namespace, path: Path, world: World) -> TrainedModel:

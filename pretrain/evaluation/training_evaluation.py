@@ -25,7 +25,7 @@ from pretrain.evaluation.evaluate import EvaluationResult, corpus_text_sizes, ev
 from pretrain.evaluation.task_names import check_tasks
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.recovery.stop_requests import StopRequested
-from pretrain.rundir.evaluated_text import PARTS
+from pretrain.rundir.evaluated_text import MEASURED
 from pretrain.rundir.metric_names import set_values, task_values
 from pretrain.weights.export import TrainedModel
 
@@ -69,10 +69,8 @@ def training_evaluator(
 
     def values(max_tokens: int) -> dict[str, Any]:
         result = measure(max_tokens, run.model.longest_memory)
-        shown = ["loss", "perplexity", "bits_per_byte", "bits_per_character", "tokens"]
-        shown += ["documents", "standard_error", PARTS]
         without = result.loss if run.model.longest_memory == 0 else measure(max_tokens, 0).loss
-        measured: dict[str, Any] = {name: result.values()[name] for name in shown}
+        measured: dict[str, Any] = {name: result.values()[name] for name in MEASURED}
         measured["loss_without_memory"] = without
         known = {validation: result}  # a part of a mixture may be the corpus of the run
         for name, directory in (sets or {}).items():

@@ -16,6 +16,8 @@ from typing import Any
 from pretrain.terminal.text import counted
 
 PARTS = "parts"  # in the line of an evaluation
+MEASURED = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "tokens", "documents")
+MEASURED += ("standard_error", PARTS)  # what such a line has of an evaluation
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,12 @@ class EvaluatedText:
         """The text in words: `100,000 tokens of 4 documents`."""
         words = f"{self.tokens:,} tokens of {counted(self.documents, 'document')}"
         return words if self.parts else "-"
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """The texts of a table's cells: the standard error, and what the loss rests on."""
+        error = self.standard_error
+        return "-" if error is None else f"{error:.4f}", self.description
 
 
 def is_parts(value: Any) -> bool:

@@ -88,6 +88,7 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.ledger = Ledger(self.path / "ledger.jsonl", self.retry)
+        self.evaluations = self.path / "evaluations.jsonl"  # of kept checkpoints, by other jobs
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.wandb = self.path / "wandb"
@@ -224,6 +225,11 @@ class RunDir:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all measurements, oldest first; damaged lines are skipped with a warning."""
         return list(read_measurements(self.metrics))
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """Return what other jobs have measured of checkpoints: the latest line of each step."""
+        lines = {line["step"]: line for line in read_measurements(self.evaluations)}
+        return [lines[step] for step in sorted(lines)]
 
     @contextlib.contextmanager
     def locked(self, holder: str = "train", is_fenced: bool = False) -> Iterator[None]:

@@ -22,7 +22,7 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.table import csv_rows
 from pretrain.sweeps.cell_runs import PlacedCell
-from pretrain.terminal.text import flops_text, format_number
+from pretrain.terminal.text import flops_text
 
 MISTUNED = 0.005  # of the loss: what another rate may gain
 ORIGIN = "expected a table that 'pretrain scale collect' writes"
@@ -113,8 +113,7 @@ def shown_rows(rows: Sequence[Row]) -> list[list[str]]:
     """The rows that have a loss as a table for the terminal, heads first."""
     cells = [
         [row.name, amount(float(row.N)), amount(float(row.D)), flops_text(float(row.C))]
-        + [f"{float(row.loss):.4f}", format_number(row.text.standard_error, ".4f")]
-        + [row.text.description]
+        + [f"{float(row.loss):.4f}", *row.text.cells]
         for row in rows
         if not row.excluded
     ]

@@ -13,6 +13,7 @@ from foundation.errors import DataError
 from pretrain.cli import main
 from pretrain.config.evaluation_sets import check_same_sets, evaluation_sets
 from pretrain.config.run import DataConfig, EvaluationConfig, RunConfig
+from pretrain.reporting.run_history import read_history
 from pretrain.rundir.compare_runs import differing_losses
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.history import find_events
@@ -141,6 +142,38 @@ def test_reports_and_tables_have_the_losses_of_sets(places, trained, resumed, tm
     assert heads[-3:] == ["loss/a", "loss/b", "loss/beside"]
     assert main(["report", str(trained.path), "--output", str(tmp_path)]) == 0
     assert "by corpus" in (tmp_path / "report.html").read_text()
+
+
+def test_kept_checkpoints_are_scored_by_another_job(places, tmp_path, capsys):
+    run_dir = RunDir(tmp_path / "kept")
+    assert train(places, run_dir, "checkpoint.keep_last=9", "metrics.tensorboard=true") == 0
+    measured = {line["step"]: line for line in evaluations_of(run_dir)}
+    run = str(run_dir.path)
+    assert main(["evaluate", f"{run}@2", f"{run}@best", "--max-tokens", "600", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["results"]
+    assert [point["step"] for point in points] == [2, 4]
+    assert points[0]["loss"] == pytest.approx(measured[2]["loss"], rel=1e-5)
+    assert points[0]["loss/beside"] == pytest.approx(measured[2]["loss/beside"], rel=1e-5)
+    run_dir.evaluations.unlink()
+    assert main(["evaluate", run, "--follow", "--json"]) == 0, "the run has ended"
+    points = json.loads(capsys.readouterr().out)["results"]
+    assert [point["step"] for point in points] == [2, 4]
+    assert points[1]["loss"] == pytest.approx(measured[4]["loss"], rel=1e-5)
+    assert points[0]["tokens"] == measured[4]["tokens"] > measured[2]["tokens"]
+    assert (run_dir.path / "evaluations.csv").read_text().count("\n") == 3
+    assert [line["loss"] for line in read_history(run_dir.path).evaluations] == [
+        point["loss"] for point in points
+    ]
+    assert list((run_dir.path / "tensorboard-checkpoints").iterdir())
+    written = run_dir.evaluations.read_bytes()
+    assert main(["evaluate", run, "--follow"]) == 0
+    assert run_dir.evaluations.read_bytes() == written, "nothing is scored twice"
+    assert main(["evaluate", run, "--follow", "--memory-length", "0"]) == 2
+    assert "--memory-length" in capsys.readouterr().err
+    assert main(["export", f"{run}@2", "--output", str(tmp_path / "export")]) == 0
+    assert "after step 2" in capsys.readouterr().out
+    assert main(["evaluate", f"{run}@3"]) == 2
+    assert "name one of its steps: 2, 4" in capsys.readouterr().err
 
 
 def test_a_resume_may_add_and_remove_sets_but_not_change_a_sets_text(places, resumed, capsys):

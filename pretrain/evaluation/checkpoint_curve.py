@@ -1,0 +1,52 @@
+"""Losses of a run's kept checkpoints, measured by another job than the run's.
+
+They are lines of RUN/evaluations.jsonl, as in metrics.jsonl: the report and evaluations.csv have
+them, and TensorBoard by the name tensorboard-checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from foundation.files import append_whole
+from foundation.tables import write_csv
+from foundation.typed_values import json_text
+from pretrain.checkpoint.directory import step_directory
+from pretrain.checkpoint.verify import steps_that_count
+from pretrain.metrics.writers import TensorBoard
+from pretrain.rundir.evaluated_text import PARTS
+from pretrain.rundir.history import is_finished
+from pretrain.rundir.run_dir import RunDir
+
+POLL_SECONDS = 5.0
+
+
+def unscored_steps(run_dir: RunDir, seconds: float = POLL_SECONDS) -> Iterator[int]:
+    """Yield each checkpoint that has no line yet, or was made again since, until the run ends."""
+    while True:
+        has_ended = any(map(is_finished, run_dir.ledger.history()))
+        scored = {line["step"]: line["time"] for line in run_dir.read_evaluations()}
+        new = [
+            step
+            for step in steps_that_count(run_dir.checkpoints)
+            if scored.get(step, 0.0) < step_directory(run_dir.checkpoints, step).stat().st_mtime
+        ]
+        yield from new
+        if has_ended and not new:
+            return
+        if not new:
+            time.sleep(seconds)
+
+
+def write_point(run_dir: RunDir, step: int, values: Mapping[str, Any]) -> None:
+    """Add a measured checkpoint to the run's files; the latest line of a step counts."""
+    line = {"kind": "evaluation", "step": step, "time": time.time(), **values}
+    append_whole(run_dir.evaluations, f"{json_text(line)}\n".encode())
+    board = TensorBoard(run_dir.tensorboard.with_name("tensorboard-checkpoints"), step)
+    board.append([line])
+    board.close()
+    rows = run_dir.read_evaluations()
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("kind", PARTS))
+    write_csv(run_dir.evaluations.with_suffix(".csv"), list(names), rows)
