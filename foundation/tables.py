@@ -35,3 +35,16 @@ def read_csv(text: str, separator: str = ",") -> list[dict[str | None, Any]]:
     The cells that the header does not name are under None.
     """
     return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator))
+
+
+def latex_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a tabular of texts, heads first, for LaTeX with booktabs."""
+    names = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    names |= {mark: f"\\{mark}" for mark in "&%$#_{}"}
+    heads, *lines = [
+        " & ".join("".join(names.get(mark, mark) for mark in cell) for cell in row) + r" \\"
+        for row in rows
+    ]
+    columns = "l" + "r" * (len(rows[0]) - 1)
+    inside = [r"\toprule", heads, r"\midrule", *lines, r"\bottomrule"]
+    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", *inside, r"\end{tabular}", ""])

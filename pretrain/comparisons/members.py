@@ -14,9 +14,10 @@ import numpy as np
 
 from foundation.errors import DataError
 from pretrain.comparisons.comparison import member_name
+from pretrain.reporting.members import NOTE, Member, member_rows
 from pretrain.scaling.collect import FAR, PROBED, Row
-from pretrain.scaling.intervals import amount, as_loss
-from pretrain.terminal.text import counted, flops_text, format_number
+from pretrain.scaling.intervals import amount
+from pretrain.terminal.text import flops_text, format_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,20 +26,14 @@ class MemberResult:
 
     member: str
     first: Row  # of its runs
-    losses_S: tuple[float, ...]
+    seeds: Member  # its losses by seed
     is_edge: bool  # the best rate is the lowest or the highest one tried
     tokens_per_second: float  # the median of all runs of the member, of training alone
     probes: Mapping[str, float]  # the means of the seeds, by column
 
     @property
     def loss(self) -> float:
-        return fmean(self.losses_S)
-
-    @property
-    def spread(self) -> float | None:
-        """Half the range of the seeds; None with one seed."""
-        losses = self.losses_S
-        return (max(losses) - min(losses)) / 2 if len(losses) > 1 else None
+        return self.seeds.loss
 
     def probed(self, name: str) -> dict[int, float]:
         """The values of the columns probes/NAME/NUMBER, by their numbers."""
@@ -60,15 +55,23 @@ def member_results(rows: Sequence[Row]) -> list[MemberResult]:
         if any(row.excluded for row in best):
             continue
         first, speeds = best[0], [float(row.D) / float(row.seconds) for row in mine if row.seconds]
-        shared = [name for name in first.tasks if all(name in row.tasks for row in best)]
+        probed = {
+            name: [row.tasks[name] for row in best if name in row.tasks]
+            for row in best
+            for name in row.tasks
+        }
         edges = min(by_rate), max(by_rate)
         result = MemberResult(
             member=member,
             first=first,
-            losses_S=tuple(float(row.loss) for row in best),
+            seeds=Member(
+                member,
+                {int(row.seed): float(row.loss) for row in best},
+                {int(row.seed): row.text for row in best},
+            ),
             is_edge=len(by_rate) > 1 and first.learning_rate in edges,
             tokens_per_second=median(speeds) if speeds else math.nan,
-            probes={name: fmean(row.tasks[name] for row in best) for name in shared},
+            probes={name: fmean(values) for name, values in probed.items()},
         )
         results.append(result)
     if not results:
@@ -78,35 +81,34 @@ def member_results(rows: Sequence[Row]) -> list[MemberResult]:
 
 def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
     """Heads and rows, lowest loss first; a star marks a rate at the edge of those tried."""
-    heads = ["member", "loss", "+-", f"loss from token {FAR}", "needle", "rate"]
-    heads += ["state of a lane", "tokens/s", "parameters"]
-    rows = []
-    for result in sorted(results, key=lambda result: result.loss):
+    heads = [f"loss from token {FAR}", "needle", "rate"]
+    heads += ["state of a lane", "tokens/s", "parameters", "tokens"]
+    losses, rows = member_rows([result.seeds for result in results]), []
+    by_loss = sorted(results, key=lambda result: result.loss)
+    for result, of_seeds in zip(by_loss, losses[1:], strict=True):
         needle = list(result.probed("needle").values())
         rows.append(
             [
-                result.member,
-                as_loss(result.loss),
-                format_number(result.spread, ".4f"),
+                *of_seeds,
                 format_number(result.probes.get(f"{PROBED}far_loss"), ".4f"),
                 format_number(float(np.mean(needle)) if needle else None, ".1%"),
                 f"{result.first.learning_rate:g}{'*' * result.is_edge}",
                 f"{amount(float(result.first.lane_bytes))}B",
                 format_number(result.tokens_per_second, ",.0f"),
                 amount(float(result.first.N)),
+                amount(float(result.first.D)),
             ]
         )
-    return [heads, *rows]
+    return [[*losses[0], *heads], *rows]
 
 
 def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     """Say what the columns are, and what they rest on."""
     first = results[0]
-    seeds = max(len(result.losses_S) for result in results)
     notes = [
-        f"every run trained for {flops_text(float(first.first.C))} FLOPs; losses are means of "
-        f"{counted(seeds, 'seed')} at the member's best rate, +- is half their range, tokens/s the "
-        "median of the member's runs"
+        f"every run trained for {flops_text(float(first.first.C))} FLOPs; losses are means over "
+        "seeds at the member's best rate, tokens/s the median of the member's runs",
+        NOTE[0].lower() + NOTE[1:].removesuffix("."),
     ]
     if distances := ", ".join(map(str, first.probed("needle"))):
         chance = first.probes[f"{PROBED}chance"]

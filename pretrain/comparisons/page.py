@@ -125,9 +125,9 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
     results = member_results(rows)
     caption = "Loss at equal training FLOPs, a dot per seed"
     figures = {"variants": (partial(member_losses, results), caption)}
-    if all(result.probed("position") for result in results):
-        caption = f"Loss by position in the document, minus that of {results[0].member}"
-        figures["positions"] = (partial(position_chart, results), caption)
+    if probed := [result for result in results if result.probed("position")]:
+        caption = f"Loss by position in the document, minus that of {probed[0].member}"
+        figures["positions"] = (partial(position_chart, probed), caption)
     table, notes = variant_table(results), variant_notes(results)
     return [Part(title="Variants", rows=table, lines=notes, figures=figures)]
 
@@ -136,8 +136,10 @@ def member_losses(results: Sequence[MemberResult]) -> Figure:
     """The losses of every member's seeds, and their mean."""
     figure, axes = canvas(0.8 + 0.4 * len(results), LOSS, "")
     for index, (result, color) in enumerate(zip(results, spread_colors(len(results)), strict=True)):
-        axes.plot(result.losses_S, [index] * len(result.losses_S), "o", color=color, markersize=5)
-        axes.plot([result.loss], [index], "|", color=INK, markersize=14)
+        losses, style = list(result.seeds.losses.values()), {"color": color, "markersize": 5}
+        axes.plot(losses, [index] * len(losses), "o", label=result.member, **style)
+        style = {"color": INK, "markersize": 14, "label": f"{result.member}, mean"}
+        axes.plot([result.loss], [index], "|", **style)
     axes.set_yticks(range(len(results)), [result.member for result in results])
     axes.invert_yaxis()
     plain_ticks(axes.xaxis)

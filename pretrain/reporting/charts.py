@@ -68,7 +68,8 @@ DASHED = (0, (4, 3))
 SHOWN_PERCENT = 98  # of the losses; higher ones are hidden where the run starts, and nowhere else
 SMALLEST_NORM = 1e-12  # a logarithmic axis cannot show 0
 # What a run had spent when a line of measurements was written; None where that is not known.
-Spent = Callable[[Mapping[str, Any]], float | None]
+Spent = Callable[[History, Mapping[str, Any]], float | None]
+Run = tuple[History, str]  # and its member
 
 
 @dataclass(frozen=True)
@@ -269,13 +270,15 @@ def run_panels(history: History) -> list[Panel]:
     ]
 
 
-def comparison_panels(histories: Sequence[History]) -> list[Panel]:
-    """Losses over tokens and over time, and speeds over steps, a color per run."""
+def comparison_panels(histories: Sequence[History], members: Sequence[str]) -> list[Panel]:
+    """Losses over tokens, FLOPs and time, and speeds over steps, a color per member."""
     loss, seconds = "loss, nats per token", "seconds of training"
+    runs = list(zip(histories, members, strict=True))
     return [
-        Panel("Loss", "tokens", loss, partial(_losses, histories, _tokens)),
-        Panel("Loss over time", seconds, loss, partial(_losses, histories, _seconds)),
-        Panel("Speed", "step", "tokens per second", partial(_speeds, histories)),
+        Panel("Loss", "tokens", loss, partial(_losses, runs, _tokens)),
+        Panel("Loss over FLOPs", "training FLOPs", loss, partial(_losses, runs, _flops)),
+        Panel("Loss over time", seconds, loss, partial(_losses, runs, _seconds)),
+        Panel("Speed", "step", "tokens per second", partial(_speeds, runs)),
     ]
 
 
@@ -393,42 +396,65 @@ def _progress(history: History, axes: Axes) -> None:
     axes.set_xlabel(f"{unit} since the first start")
 
 
-def _losses(histories: Sequence[History], spent: Spent, axes: Axes) -> None:
-    """Smoothed losses over what was spent, and validation losses as dots, a color per run."""
-    for history, color, name in _series(histories):
-        points = [(line["step"], spent(line)) for line in history.train]
-        known = [(0, 0), *((step, amount) for step, amount in points if amount is not None)]
-        spent_at = partial(np.interp, xp=[step for step, _ in known], fp=[x for _, x in known])
-        steps_X, losses_X = history.smooth_loss
-        axes.plot(spent_at(steps_X), losses_X, color=color, linewidth=1.6, label=name)
-        if history.evaluations:
-            steps_X, losses_X = history.series("loss", history.evaluations)
-            axes.plot(spent_at(steps_X), losses_X, "o", color=color, markersize=3.5)
-    validated = [history.series("loss", history.evaluations)[1] for history in histories]
-    trained = [history.smooth_loss[1] for history in histories]
+def _losses(runs: Sequence[Run], spent: Spent, axes: Axes) -> None:
+    """Smoothed losses over what was spent, and validation losses as dots, a color per member.
+
+    Of several seeds their mean where all have losses, in a band from the lowest to the highest.
+    """
+    for name, color, histories in _members(runs):
+        curves = []
+        for history in histories:
+            points = [(line["step"], spent(history, line)) for line in history.train]
+            known = [(0, 0), *((step, amount) for step, amount in points if amount is not None)]
+            spent_at = partial(np.interp, xp=[step for step, _ in known], fp=[x for _, x in known])
+            steps_X, losses_X = history.smooth_loss
+            curves.append((spent_at(steps_X), losses_X))
+            if history.evaluations:
+                steps_X, losses_X = history.series("loss", history.evaluations)
+                style = {"color": color, "markersize": 3.5, "label": f"_{name} {VALIDATION_LOSS}"}
+                axes.plot(spent_at(steps_X), losses_X, "o", **style)
+        x_X, losses_X = curves[0]
+        if len(curves) > 1:
+            x_X = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
+            losses_SX = np.stack([np.interp(x_X, *curve) for curve in curves])
+            losses_X, lowest_X, highest_X = losses_SX.mean(0), losses_SX.min(0), losses_SX.max(0)
+            band = {"color": color, "alpha": 0.2, "linewidth": 0, "label": f"_{name} seeds"}
+            axes.fill_between(x_X, lowest_X, highest_X, **band)
+        axes.plot(x_X, losses_X, color=color, linewidth=1.6, label=name)
+    validated = [history.series("loss", history.evaluations)[1] for history, _ in runs]
+    trained = [history.smooth_loss[1] for history, _ in runs]
     _hide_the_first_losses(axes, trained, np.concatenate(validated))
 
 
-def _series(histories: Sequence[History]) -> Iterator[tuple[History, str, str]]:
-    """Each run with its color and its name, as the tables beside the charts have it."""
-    names = distinguished([printable(history.path.name) for history in histories])
-    for number, (history, name) in enumerate(zip(histories, names, strict=True)):
-        yield history, SERIES[number % len(SERIES)], name
+def _members(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[History]]]:
+    """Yield each member with its color and its runs, as the tables beside the charts have it."""
+    names = list(dict.fromkeys(member for _, member in runs))
+    many = spread_colors(len(names)) if len(names) > len(SERIES) else SERIES
+    for member, name, color in zip(names, distinguished(names), many, strict=False):
+        yield name, color, [history for history, of_run in runs if of_run == member]
 
 
-def _tokens(line: Mapping[str, Any]) -> float | None:
+def _tokens(history: History, line: Mapping[str, Any]) -> float | None:
     """How many tokens the run had read when the line was written."""
     return line["tokens"]
 
 
-def _seconds(line: Mapping[str, Any]) -> float | None:
+def _flops(history: History, line: Mapping[str, Any]) -> float | None:
+    """The training FLOPs until then, at the mean of the run's per token."""
+    return (history.results.flops or 0) * line["tokens"] / max(history.tokens, 1)
+
+
+def _seconds(history: History, line: Mapping[str, Any]) -> float | None:
     """How long the run had trained, without evaluations; known at the ends of intervals."""
     totals = parse_totals(line)
     return None if totals is None else totals.steps
 
 
-def _speeds(histories: Sequence[History], axes: Axes) -> None:
-    """Tokens per second over steps, a color per run."""
-    for history, color, name in _series(histories):
-        axes.plot(*history.series("tokens_per_second"), color=color, linewidth=1.4, label=name)
+def _speeds(runs: Sequence[Run], axes: Axes) -> None:
+    """Tokens per second over steps, a color per member."""
+    for name, color, histories in _members(runs):
+        for history in histories:
+            label = name if history is histories[0] else f"_{name}"
+            style = {"color": color, "linewidth": 1.4, "label": label}
+            axes.plot(*history.series("tokens_per_second"), **style)
     axes.set_ylim(bottom=0)

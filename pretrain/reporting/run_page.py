@@ -17,10 +17,18 @@ from pretrain.config.run import RunConfig
 from pretrain.costs.flops import model_in_words
 from pretrain.reporting.charts import comparison_panels, panel_html, run_panels
 from pretrain.reporting.html import Card, page, paragraph, preformatted, section, table, write_page
+from pretrain.reporting.members import (
+    NO_EFFECT,
+    NOTE,
+    Member,
+    member_names,
+    member_rows,
+    write_table,
+)
 from pretrain.reporting.rate_warnings import rate_warnings
 from pretrain.reporting.results import differing_settings
 from pretrain.reporting.run_history import History
-from pretrain.rundir.evaluated_text import PARTS
+from pretrain.rundir.evaluated_text import PARTS, EvaluatedText
 from pretrain.rundir.events import GaveUp, Published
 from pretrain.rundir.history import find_events
 from pretrain.rundir.metric_names import (
@@ -53,7 +61,8 @@ def write_report(history: History, directory: Path) -> Answer:
 
 def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
     """Write compare.html with curves, its figures and compare.csv; return a row per run."""
-    changed = differing_settings([history.config for history in histories])
+    differing = differing_settings([history.config for history in histories])
+    changed = dict(sorted(differing.items(), key=lambda item: item[0].startswith(NO_EFFECT)))
     settings = [
         {name: values[index] for name, values in changed.items()} for index in range(len(histories))
     ]
@@ -62,9 +71,12 @@ def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
         _table(names, [{key: value_text(each[key]) for key in each} for each in settings]),
         _table(names, list(map(_numbers, histories))),
     ]
-    write_page(
-        directory / "compare.html", render_comparison(histories, directory / FIGURES, *tables)
-    )
+    members = member_names(names, changed)
+    if len({*members}) < len(members):
+        tables.insert(0, member_rows(members_of(histories, members)))
+        write_table(directory / "members.csv", tables[0])
+    document = render_comparison(histories, members, directory / FIGURES, tables)
+    write_page(directory / "compare.html", document)
     values = [
         {**each, **_results(history)} for each, history in zip(settings, histories, strict=True)
     ]
@@ -77,6 +89,17 @@ def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
     texts = [fitted_table(rows) for rows in tables if len(rows[0]) > 1]
     texts.append(printable(f"{directory / 'compare.html'}, compare.csv and {FIGURES}/"))
     return Answer("\n\n".join(texts), values)
+
+
+def members_of(histories: Sequence[History], members: Sequence[str]) -> list[Member]:
+    """Return the members whose runs have a validation loss, with the losses by seed."""
+    found: dict[str, Member] = {}
+    for history, name in zip(histories, members, strict=True):
+        line, seed = history.summary.evaluation or {}, history.config.seed
+        if line.get("loss") is not None:
+            member = found.setdefault(name, Member(name, {}, {}))
+            member.losses[seed], member.texts[seed] = line["loss"], EvaluatedText.of_line(line)
+    return list(found.values())
 
 
 def _table(names: Sequence[str], cells: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
@@ -245,28 +268,32 @@ def _settings(history: History) -> str:
 
 def render_comparison(
     histories: Sequence[History],
+    members: Sequence[str],
     figures: Path,
-    settings: Sequence[Sequence[str]],
-    numbers: Sequence[Sequence[str]],
+    tables: Sequence[Sequence[Sequence[str]]],
 ) -> str:
     """The whole page; its figures are also files in `figures`."""
     about = " / ".join(history.about for history in histories)
-    losses, over_time, speeds = (
-        panel_html(panel, 2.8, figures, about) for panel in comparison_panels(histories)
+    losses, over_flops, over_time, speeds = (
+        panel_html(panel, 2.8, figures, about) for panel in comparison_panels(histories, members)
     )
+    *of_members, settings, numbers = tables
     differing = (
         table(settings[0], settings[1:], "named")
         if len(settings[0]) > 1
         else paragraph("All settings are the same.")
     )
     sections = [
+        *(section("Members", table(t[0], t[1:], "named"), paragraph(NOTE)) for t in of_members),
         section("Loss", losses),
+        section("Loss over FLOPs", over_flops),
         section("Loss over time", paragraph("Without evaluations and saves."), over_time),
         section("Numbers", table(numbers[0], numbers[1:], "named")),
         section("Different settings", differing),
         section("Speed", speeds),
     ]
     lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses."
+    lead += " Lines are means over seeds, bands their range." if of_members else ""
     words = {model_in_words(history.config) for history in histories}
     lead += f" {words.pop()}." if len(words) == 1 else ""
     title = f"Runs of {printable(histories[0].path.absolute().parent.name)}"

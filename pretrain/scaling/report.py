@@ -30,6 +30,7 @@ from pretrain.reporting.html import (
     table,
     write_page,
 )
+from pretrain.reporting.members import write_table
 from pretrain.rundir.code_version import code_version
 from pretrain.scaling.fit import TITLES, Fit
 from pretrain.scaling.fit_charts import frontier_chart, residuals_chart, sizes_chart, valleys_chart
@@ -250,6 +251,7 @@ class Part:
             parts.append(chart_html(figure, caption) + sentence(caption))
         if self.rows:
             heads, *rows = self.rows
+            write_table(directory / f"table-{self.title.lower().replace(' ', '-')}", self.rows)
             # a line of a table on a narrow screen ends before an interval and not inside of it
             cells = [[cell.replace(", ", ",\N{NO-BREAK SPACE}") for cell in row] for row in rows]
             parts.append(table(heads, cells, "named ranges"))

@@ -208,12 +208,12 @@ def test_a_comparison_is_a_row_per_run_with_the_settings_that_differ(run, tmp_pa
     assert main(command) == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
-    assert ["run", "metrics.tensorboard", "optim.learning_rate"] in rows
-    assert ["small", "true", "0.001"] in rows
-    assert [r"other\udce9\x1b", "false", "0.002"] in rows
+    assert ["run", "optim.learning_rate", "metrics.tensorboard"] in rows
+    assert ["small", "0.001", "true"] in rows
+    assert [r"other\udce9\x1b", "0.002", "false"] in rows
     assert "optim.steps" not in printed
     page = (tmp_path / "out" / "compare.html").read_text()
-    assert "<td>small</td><td>true</td><td>0.001</td>" in page
+    assert "<td>small</td><td>0.001</td><td>true</td>" in page
     assert (tmp_path / "out" / "figures" / "loss.pdf").stat().st_size > 1000
     assert main([*command, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -181,6 +181,7 @@ def test_a_sweep_of_lengths_becomes_a_table_and_a_page_with_both_comparisons(tmp
     assert re.search(r"\d{4}-\d\d-\d\d, code ", page)
     names, forms = ("equal-tokens", "equal-flops"), (".png", ".svg", ".pdf", ".csv")
     files = {name + form for name, form in product(names, forms)} | {"report.html"}
+    files |= {f"table-{name}{form}" for name, form in product(names, (".csv", ".tex"))}
     assert {path.name for path in (runs / "scaling-report").iterdir()} == files
     at_tokens = [row for row in rows[1:] if not row.name.endswith("same-flops")]
     lines = loss_by_memory(at_tokens).axes[0].get_lines()
@@ -273,7 +274,7 @@ def test_a_members_best_rate_has_the_lowest_mean_of_its_seeds_once_all_runs_have
     running = [ended("b", 1e-3, 1.0), ended("b", 2e-3, "")]
     diverged = [ended("c", 1e-3, math.inf)]
     (found,) = member_results([*seeds, *running, *diverged])
-    assert (found.member, found.losses_S) == ("a", (2.0, 1.9))
+    assert (found.member, found.seeds.losses) == ("a", {1: 2.0, 2: 1.9})
 
 
 @pytest.fixture(scope="module")
@@ -300,20 +301,30 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
     table, out = compared / "cells" / "runs.csv", compared / "report"
     assert command("report", table, "--output", out) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^long +\d\.\d{4} +\d\.\d{4} .* \d+\.\d% +0\.004\* +\S+kB ", said, re.M)
+    assert re.search(r"^long +2 +\d\.\d{4} +\d\.\d{4} .* \d+\.\d% +0\.004\* +\S+kB ", said, re.M)
     found = {each.member: each for each in member_results(read_rows(table))}
     assert set(found) == {"no-memory", "long"}
     assert found["long"].first.lane_bytes == 4 * 16 * (8 + 32) + 4 * 32, "two layers, documents"
     assert found["no-memory"].first.lane_bytes == 0
     assert float(found["no-memory"].first.D) > float(found["long"].first.D), "as many FLOPs"
     for each in found.values():
-        assert len(each.losses_S) == 2
+        assert len(each.seeds.losses) == len(each.seeds.texts) == 2
         assert (each.first.learning_rate, each.is_edge) == (4e-3, True)
         assert set(each.probed("needle")) == {8, 16, 32}
         assert each.tokens_per_second > 0
     page = (out / "report.html").read_text()
     assert all(f"{each.loss:.4f}" in page for each in found.values())
     assert {path.name for path in out.glob("*.png")} == {"variants.png", "positions.png"}
+    drawn = {line.split(",")[0] for line in (out / "variants.csv").read_text().splitlines()}
+    assert {"long", "no-memory"} < drawn
+    assert r"0.004* &" in (out / "table-variants.tex").read_text()
+    runs = [str(path) for path in sorted((compared / "cells").glob("c*-s*"))]
+    assert main(["report", *runs, "--output", str(out)]) == 0
+    members = (out / "members.csv").read_text().splitlines()
+    assert len(members) == 1 + 4, "two members at two rates, each with two seeds"
+    assert all(",2," in line for line in members[1:])
+    drawn = (out / "figures" / "loss.csv").read_text()
+    assert len({line.split(",")[0] for line in drawn.splitlines()}) == 1 + 3 * 4
 
 
 def test_without_a_finished_member_there_is_no_page(compared, tmp_path, capsys):

@@ -1,0 +1,108 @@
+"""Members of a comparison: runs that differ only in their seeds, and a table of their losses.
+
+A difference is paired: by seeds for its interval, which says whether training again would show it,
+and by parts of the split for its mark, which says whether other text would.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from foundation.cli import value_text
+from foundation.files import write_text
+from foundation.tables import latex_table, write_csv
+from pretrain.rundir.evaluated_text import EvaluatedText, difference_error
+
+LEVEL = 0.95
+NO_EFFECT = ("seed", "checkpoint.", "metrics.")  # settings that make no other member
+HEADS = ("member", "n", "loss", "standard error", "difference", "95% interval", "validated on")
+NOTE = (
+    "n: seeds. Differences are from the first member, paired by seed; ? marks one that the text of "
+    "the validation split cannot tell from none."
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """Final losses of the runs of one member, by seed, and what they rest on."""
+
+    name: str
+    losses: dict[int, float]
+    texts: dict[int, EvaluatedText]
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses.values())
+
+
+def member_rows(members: Sequence[Member]) -> list[tuple[str, ...]]:
+    """Return heads and a row per member, lowest mean loss first."""
+    ordered = sorted(members, key=lambda member: member.loss)
+    rows = [HEADS]
+    for member in ordered:
+        errors = _half_interval(list(member.losses.values()))
+        text = next(iter(member.texts.values()), EvaluatedText())
+        cells = (
+            member.name,
+            str(len(member.losses)),
+            f"{member.loss:.4f}",
+            _plain(errors and errors[0]),
+        )
+        rows.append((*cells, *_difference(ordered[0], member), text.description))
+    return rows
+
+
+def _difference(first: Member, member: Member) -> tuple[str, str]:
+    """Return the cells of a member's difference from the first, and of its interval."""
+    seeds = [seed for seed in first.losses if seed in member.losses]
+    if member is first or not seeds:
+        return "-", "-"
+    pairs = [member.losses[seed] - first.losses[seed] for seed in seeds]
+    mean, errors = fmean(pairs), _half_interval(pairs)
+    texts = [[one.texts.get(seed, EvaluatedText()) for one in (member, first)] for seed in seeds]
+    known = [error for pair in texts if (error := difference_error(*pair)) is not None]
+    is_unclear = bool(known) and abs(mean) < 1.96 * fmean(known)
+    interval = f"{mean - errors[1]:+.4f} to {mean + errors[1]:+.4f}" if errors else "-"
+    return f"{mean:+.4f}{'?' * is_unclear}", interval
+
+
+def _half_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the standard error of a mean and half its interval; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    from scipy.special import stdtrit  # late: it takes long to import
+
+    error = stdev(values) / math.sqrt(len(values))
+    return error, error * float(stdtrit(len(values) - 1, (1 + LEVEL) / 2))
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def member_names(names: Sequence[str], changed: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return the member of each run: its name without the seed, else the settings that differ."""
+    keys = [key for key in changed if not key.startswith(NO_EFFECT)]
+    values = [tuple(value_text(changed[key][index]) for key in keys) for index in range(len(names))]
+    stems = [re.sub(r"-?(s|seed)-?\d+$", "", name) or name for name in names]
+    if len({*zip(stems, values, strict=True)}) == len({*values}) == len({*stems}):
+        return stems
+    short = [key.rpartition(".")[2] for key in keys]
+    first = dict(reversed([*zip(values, stems, strict=True)]))
+    return [
+        " ".join(f"{key}={text}" for key, text in zip(short, of_run, strict=True)) or first[of_run]
+        for of_run in values
+    ]
+
+
+def write_table(path: Path, rows: Sequence[Sequence[str]]) -> None:
+    """Write a table, heads first, as CSV and as LaTeX beside it."""
+    lines = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+    write_csv(path.with_suffix(".csv"), rows[0], lines)
+    write_text(path.with_suffix(".tex"), latex_table(rows))

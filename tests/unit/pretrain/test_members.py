@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+from scipy.stats import ttest_rel
+
+from foundation.tables import latex_table
+from pretrain.reporting.members import Member, member_names, member_rows
+from pretrain.rundir.evaluated_text import EvaluatedText
+
+A, B = {1: 2.00, 2: 2.10, 3: 2.05}, {1: 2.11, 2: 2.18, 3: 2.16}
+
+
+def text(*losses: float) -> EvaluatedText:
+    return EvaluatedText(len(losses), tuple((loss, 100) for loss in losses))
+
+
+def test_a_difference_is_paired_by_seed_with_students_interval():
+    rows = member_rows([Member("b", B, dict.fromkeys(B, text(3, 2))), Member("a", A, {})])
+    assert [row[:3] for row in rows[1:]] == [("a", "3", "2.0500"), ("b", "3", "2.1500")]
+    interval = ttest_rel(list(B.values()), list(A.values())).confidence_interval()
+    assert rows[2][4:6] == ("+0.1000", f"{interval.low:+.4f} to {interval.high:+.4f}")
+    assert member_rows([Member("one", {1: 2.0}, {})])[1] == ("one", "1", "2.0000", *"----")
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (text(2.01, 5.01, 1.01), "+0.0100"),  # every part agrees
+        (text(2.30, 4.80, 0.93), "+0.0100?"),  # one does, others do not
+        (text(2.01, 5.01), "+0.0100"),  # other text: nothing is known
+    ],
+)
+def test_a_difference_that_the_split_cannot_tell_is_marked(other, difference):
+    first, second = Member("a", {1: 2.66}, {1: text(2, 5, 1)}), Member("b", {1: 2.67}, {1: other})
+    assert member_rows([first, second])[2][4] == difference
+
+
+@pytest.mark.parametrize(
+    ("names", "changed", "expected"),
+    [
+        (["x-s1", "x-s2", "y-s1"], {"seed": [1, 2, 1], "optim.steps": [5, 5, 6]}, "x x y"),
+        (["a", "b"], {"seed": [1, 2]}, "a a"),
+        (["p", "q", "r"], {"seed": [1, 2, 1], "optim.steps": [5, 5, 6]}, "steps=5 steps=5 steps=6"),
+        (["m-s1", "m-s2"], {"checkpoint.interval": [1, 2], "seed": [1, 2]}, "m m"),
+    ],
+)
+def test_members_are_named_by_their_runs_or_else_by_settings(names, changed, expected):
+    assert member_names(names, changed) == expected.split()
+
+
+def test_a_latex_table_escapes_what_tex_would_read():
+    lines = latex_table([("a_b", "50%"), ("c&d", "$1 #2 {x} ~ ^")]).splitlines()
+    assert lines[2] == r"a\_b & 50\% \\"
+    assert lines[4] == r"c\&d & \$1 \#2 \{x\} \textasciitilde{} \textasciicircum{} \\"
