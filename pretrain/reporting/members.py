@@ -44,7 +44,7 @@ class Member:
 def member_rows(members: Sequence[Member]) -> list[tuple[str, ...]]:
     """Return heads and a row per member, lowest mean loss first."""
     ordered = sorted(members, key=lambda member: member.loss)
-    rows = [HEADS]
+    rows: list[tuple[str, ...]] = [HEADS]
     for member in ordered:
         errors = _half_interval(list(member.losses.values()))
         text = next(iter(member.texts.values()), EvaluatedText())

@@ -238,7 +238,7 @@ def read_history(path: Path) -> History:
     measured = thinned(read_measurements(run_dir.metrics), latest["step"])
     evaluations = {line["step"]: line for line in measured.evaluations}
     for line in run_dir.read_evaluations():
-        evaluations[line["step"]] = evaluations.get(line["step"], {}) | line
+        evaluations[line["step"]] = {**evaluations.get(line["step"], {}), **line}
     measured = replace(measured, evaluations=[evaluations[step] for step in sorted(evaluations)])
     if not len(measured.loss_steps_B):
         raise DataError(f"{path} has no measured step yet; train it first")
