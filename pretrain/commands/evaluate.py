@@ -128,7 +128,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.tasks:
         from pretrain.evaluation.task_names import check_tasks
 
-        arguments.tasks = [name for each in arguments.tasks for name in each.split(",") if name]
+        arguments.tasks = [name for names in arguments.tasks for name in names.split(",") if name]
         check_tasks(arguments.tasks)
     if arguments.same_length and 0 in memory_lengths:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 _RATE, _BATCH, _LENGTH = "optim.learning_rate", "data.lanes", "data.segment_length"
 _MEMORY = "model.memory_length, the tokens that a layer attends to before a segment"
-_SLOTS = "engine.micro_batch_lanes, from which accumulation follows"
+_SLOTS = "engine.micro_batch_lanes; accumulation follows"
 _CONTEXT = f"{_LENGTH}, and model.memory_length for what is remembered before it"
 _ZERO = "engine.zero_stage: 3 shards all"
 _STEPS = "optim.steps; 'pretrain describe' says how many tokens they are"
