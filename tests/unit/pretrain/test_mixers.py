@@ -29,7 +29,7 @@ SUBJECTS: list[tuple[str, dict[str, Any]]] = [
     *((kind, {}) for kind in kinds_here()),
     ("attention", {"positions": "rope", "query_key_norm": True, "norm_position": "post"}),
     ("deltanet", {"num_heads": 4, "d_model": 16, "mixers": {"deltanet": {
-        "key_width": 3, "value_width": 5, "key_heads": 2, "largest_write": 2.0}}}),
+        "key_width": 24, "value_width": 20, "key_heads": 1, "largest_write": 2.0}}}),
 ]  # fmt: skip
 # What a layer gets: the forward pass itself, segment, state, tail and documents.
 Leak = Callable[[Any, Any, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
