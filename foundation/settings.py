@@ -269,8 +269,8 @@ def suggestion(schema: Any, root: Any, where: Sequence[str], name: str) -> str:
 
 def other_name(schema: Any, name: str) -> str:
     """Return the end of an error about a name of other systems; '' for any other."""
-    found = getattr(schema, "other_names", {}).get(name.lower().replace("_", "").replace("-", ""))
-    return f"; here it is {found}" if found else ""
+    own = getattr(schema, "other_names", {}).get(name.lower().replace("_", "").replace("-", ""))
+    return f"; here it is {own}" if own else ""
 
 
 def load_config(

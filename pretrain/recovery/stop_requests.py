@@ -44,7 +44,7 @@ class UserRequests:
     """Takes the requests of `launcher signal` from its construction on."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._num_taken = len(find_events(ledger.read(), Requested))
         self._signals: list[int] = []  # since then
         self.previous = signal.signal(ASK, lambda number, _: self._signals.append(number))
@@ -54,7 +54,7 @@ class UserRequests:
         if not self._signals:
             return set()
         self._signals.clear()
-        requests = [event.request for event in find_events(self._ledger.read(), Requested)]
+        requests = [event.request for event in find_events(self.ledger.read(), Requested)]
         new, self._num_taken = requests[self._num_taken :], len(requests)
         return set(new) or {"save"}  # a signal that was sent by hand
 

@@ -93,13 +93,13 @@ def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
 
 def members_of(histories: Sequence[History], members: Sequence[str]) -> list[Member]:
     """Return the members whose runs have a validation loss, with the losses by seed."""
-    found: dict[str, Member] = {}
+    by_name: dict[str, Member] = {}
     for history, name in zip(histories, members, strict=True):
         line, seed = history.summary.evaluation or {}, history.config.seed
         if line.get("loss") is not None:
-            member = found.setdefault(name, Member(name, {}, {}))
+            member = by_name.setdefault(name, Member(name, {}, {}))
             member.losses[seed], member.texts[seed] = line["loss"], EvaluatedText.of_line(line)
-    return list(found.values())
+    return list(by_name.values())
 
 
 def _table(names: Sequence[str], cells: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:

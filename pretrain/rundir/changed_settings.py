@@ -31,7 +31,7 @@ def refused_changes(
 
 
 def planned_otherwise(before: RunConfig, after: RunConfig) -> dict[str, str]:
-    """Return the settings that make a cell of a sweep another one, also those of `OF_UPDATES`."""
+    """Return the settings that make a cell of a sweep another one, also in `OF_UPDATES`."""
     return {
         key: f"{old} -> {new}"
         for key, (old, new) in _changes(before, after).items()
