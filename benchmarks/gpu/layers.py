@@ -49,7 +49,7 @@ def deltanet(context: Context) -> None:
         carried = state_BNHX.to(device), tail_BXY.to(device)
 
         def step(layer: GatedDeltaNet = layer, carried: tuple[Tensor, Tensor] = carried) -> None:
-            layer(segment_BLD, *carried, None, dropout=None)[0].sum().backward()
+            layer(segment_BLD, *carried, None)[0].sum().backward()
 
         context.add(name, ms=1e3 * _seconds(step, context), lanes=B, tokens=L)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from pretrain.terminal.text import counted
@@ -32,7 +33,8 @@ class EvaluatedText:
         """Return what the line of an evaluation says of it."""
         if not line or not line.get(PARTS):
             return cls()
-        return cls(int(line["documents"]), tuple((loss, tokens) for loss, tokens in line[PARTS]))
+        parts = ((math.nan if loss is None else loss, tokens) for loss, tokens in line[PARTS])
+        return cls(int(line["documents"]), tuple(parts))
 
     @property
     def tokens(self) -> int:
@@ -59,7 +61,11 @@ class EvaluatedText:
 def is_parts(value: Any) -> bool:
     """Return whether the value is a list of losses and tokens, as lines of evaluations have."""
     return isinstance(value, list) and all(
-        isinstance(part, list) and [*map(type, part)] in ([float, int], [int, int]) and part[1] > 0
+        isinstance(part, list)
+        and len(part) == 2
+        and type(part[0]) in (float, int, NoneType)
+        and type(part[1]) is int
+        and part[1] > 0
         for part in value
     )
 

@@ -164,7 +164,8 @@ def train_cell(corpus: Path, output: Path, cell: dict[str, Any], world: World) -
 def evaluate(run: RunConfig, engine: Engine) -> dict[str, float]:
     """Return what an evaluation in three lanes finds: not one for every rank of four."""
     settings = EvaluationConfig(lanes=3, max_tokens=150)
-    return training_evaluator(dataclasses.replace(run, evaluation=settings), engine)()
+    measure = training_evaluator(dataclasses.replace(run, evaluation=settings), engine)
+    return measure(settings.max_tokens)
 
 
 def resume_points(root: Path, name: str, world: World) -> dict[str, Any]:

@@ -99,6 +99,8 @@ def test_evaluation_gives_the_same_answer_on_one_rank_and_on_two(story, tmp_path
     for one, two in zip(single, json.loads(printed[-1])["results"], strict=True):
         assert two.pop("seconds") > 0
         # Not bitwise: CPUs may round a row of a matrix product by the number of rows.
+        parts = zip(two.pop("parts"), one.pop("parts"), strict=True)
+        assert all(pair[0] == pytest.approx(pair[1], rel=1e-5) for pair in parts)
         assert two == {key: pytest.approx(one[key], rel=1e-5) for key in two}
 
 

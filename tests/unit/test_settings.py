@@ -48,7 +48,8 @@ def test_the_settings_page_is_what_its_command_writes():
     ("tree", "answer"),
     [
         ({"learning_rate": 1e-3}, "'optim.learning_rate'"),
-        ({"optim": {"lr": 1e-3}}, "betas, clip_norm,"),
+        ({"optim": {"lr": 1e-3}}, "here it is optim.learning_rate"),
+        ({"optim": {"xyz": 1e-3}}, "betas, clip_norm,"),
         ({"weight_decay": 0.1}, "'optim.weight_decay'"),
         ({"schedule": "cosine"}, "'optim.schedule'"),
         ({"optim": {"schedule": 3}}, "shape, warmup_steps"),

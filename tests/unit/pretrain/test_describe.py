@@ -23,7 +23,7 @@ from pretrain.costs.device_memory import Footprint, largest_micro_batch
 from pretrain.costs.fitting import advice, cheapest_fit
 from pretrain.costs.flops import run_cost, token_flops
 from pretrain.costs.run_time import evaluation_flops, run_time
-from pretrain.kernels import flash_linear_attention as kernels_of_fla
+from pretrain.mixers.deltanet import facts as deltanet_facts
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.new_experiment import TrainingText, experiment_text, new_experiment
 
@@ -303,7 +303,7 @@ def test_a_hybrid_is_planned_with_the_kernels_that_are_installed(monkeypatch, ca
     command += ["model.layer_kinds=[deltanet, attention]", "engine.precision=bf16"]
     found = []
     for missing in ("", "flash-linear-attention is not installed here"):
-        monkeypatch.setattr(kernels_of_fla, "missing_package", lambda missing=missing: missing)
+        monkeypatch.setattr(deltanet_facts, "missing_package", lambda missing=missing: missing)
         assert main(command) == 0
         said = capsys.readouterr().out
         found.append(re.findall("delta rule: (.*)", said))

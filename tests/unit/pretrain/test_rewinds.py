@@ -351,10 +351,9 @@ def test_a_flipped_bit_in_the_metrics_blocks_no_start(run, run_dir, world, caplo
     run_dir.metrics.write_text(text)
     longer = replace(run, optim=steady(8))
     assert run_training(longer, run_dir.path, world) == 0
-    rate, damaged = [each for each in caplog.records if each.levelname == "WARNING"]
+    (damaged,) = [each for each in caplog.records if each.levelname == "WARNING"]
     assert str(run_dir.metrics) in damaged.getMessage()
     assert damaged.getMessage().endswith("in line 3, 5")
-    assert "the learning rate has changed" in rate.getMessage()
     assert trained_steps(run_dir) == [1, 2, 4, 6, 7, 8]
 
 
