@@ -16,7 +16,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 CONTROLLER = "10.206.0.254"
@@ -149,7 +149,8 @@ class SlurmLab:
     def boot(self, node: str) -> None:
         """Bring a host back after `power_off`."""
         self._checked("bash", str(self.path / "boot.sh"), str(self.path), node[1:])
-        self.wait_until_idle(node)
+        # A requeued job may start on it at once.
+        self.wait_until_idle(node, states=("idle", "mix", "alloc"))
 
     def cut(self, node: str) -> None:
         """The host goes on running, without network."""
@@ -206,16 +207,20 @@ class SlurmLab:
         script.chmod(0o755)
         return script.parent
 
-    def wait_until_idle(self, *nodes: str, seconds: float = 40) -> None:
-        """Until the hosts can take jobs and have none."""
-        deadline = time.monotonic() + seconds
+    def wait_until_idle(
+        self, *nodes: str, seconds: float = 40, states: Sequence[str] = ("idle",)
+    ) -> None:
+        """Until the hosts can take jobs and have none, or are in one of these states."""
+        deadline, said = time.monotonic() + seconds, {}
         while time.monotonic() < deadline:
-            states = self.run("sinfo", "-h", "-N", "-o", "%N %t").stdout.splitlines()
-            if {f"{node} idle" for node in nodes} <= set(states):
+            said = dict(
+                line.split() for line in self.run("sinfo", "-hNo", "%N %t").stdout.splitlines()
+            )
+            if all(said.get(node) in states for node in nodes):
                 return
             time.sleep(0.2)
-        said = (self.path / "out").read_text()[-2000:]
-        raise TimeoutError(f"{nodes} are not idle after {seconds} s: {said}")
+        log = (self.path / "out").read_text()[-2000:]
+        raise TimeoutError(f"{nodes} are not {states} after {seconds} s: {said}, {log}")
 
     def _first_process(self) -> str:
         """The id, seen from outside, of the process that the lab lives and dies with."""
