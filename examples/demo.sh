@@ -16,6 +16,6 @@ pretrain verify-resume configs/experiments/demo.yaml --ranks 2 --steps 480 --kil
     --work-dir $DEMO data.path=$DEMO/data evaluation.max_tokens=16000
 
 # What memory is worth, a sample, and the page of the run.
-pretrain evaluate $DEMO/killed --memory-length 0 64 128 256
+pretrain evaluate $DEMO/killed --memory-length 0 64 128 256 --max-tokens 100k
 pretrain generate $DEMO/killed --prompt 'class Settings:' --tokens 260 --temperature 0.7 --top-p 0.9
 pretrain report $DEMO/killed --output $DEMO

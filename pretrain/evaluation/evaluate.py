@@ -61,8 +61,9 @@ class EvaluationResult:
 
     def values(self) -> dict[str, Any]:
         """Return the result as plain values."""
-        error = self.text.standard_error
-        return {**vars(self), **vars(self.text), "standard_error": error}
+        values = {**vars(self), **vars(self.text), "standard_error": self.text.standard_error}
+        del values["text"]
+        return values
 
 
 class TrainedScorer(Scorer):
