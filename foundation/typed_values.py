@@ -129,7 +129,7 @@ def from_json(kind: Any, content: bytes | str, **options: bool) -> Any:
 def from_tree(kind: Any, tree: Any, *, is_open: bool = False, is_finite: bool = False) -> Any:
     """Return the value of the type in a tree of dicts, lists and scalars; InvalidValue for another.
 
-    No scalar is converted: `true` and "1" are no numbers, 1.0 is no integer. Objects may have
+    No scalar is converted: `true` and "1" are not numbers, 1.0 is not an int. Objects may have
     fields that their type does not name only where `is_open`. With `is_finite`, no NaN and inf.
     """
     from pydantic import ValidationError
