@@ -135,7 +135,7 @@ gpu-bundle: $(DEV_STAMP)  ## what a GPU machine without a network needs besides 
 	python -m benchmarks gpu-bundle --out $(BUNDLE) $(if $(CORPUS),--corpus $(CORPUS))
 
 test-gpu:  ## the tests that need an NVIDIA GPU
-	GPU_CORPUS=$(wildcard $(BUNDLE)/corpus) $(PYTHON) -m pytest -q -m gpu tests/gpu tests/unit/pretrain/test_dropout.py
+	GPU_CORPUS=$(wildcard $(BUNDLE)/corpus) $(PYTHON) -m pytest -q -m gpu tests/gpu tests/unit/pretrain/model/test_dropout.py
 	@if command -v compute-sanitizer > /dev/null; then \
 		compute-sanitizer --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/gpu -k fused; \
 	else echo "compute-sanitizer is not installed: memory accesses are not checked"; fi

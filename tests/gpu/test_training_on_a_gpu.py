@@ -27,7 +27,7 @@ from pretrain.processes.flight_recorder import write_last_collectives
 from pretrain.rundir.attempt_files import AttemptFiles
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.fused_attention_cases import CASES, Case, errors_of
-from tests.unit.pretrain.test_model_parts import random_inputs
+from tests.unit.pretrain.model.test_model_parts import random_inputs
 
 pytestmark = pytest.mark.gpu
 

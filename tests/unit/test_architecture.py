@@ -337,6 +337,15 @@ def test_own_programs_are_started_without_the_working_directory_on_their_path():
                 assert "-m" not in words, f"{path}, line {node.lineno}: use own_command"
 
 
+def test_the_folders_of_unit_tests_are_those_of_the_packages():
+    unit = ROOT / "tests" / "unit"
+    folders = {path.parent.relative_to(unit) for path in unit.glob("*/**/test_*.py")}
+    assert [folder for folder in sorted(folders) if not (ROOT / folder).is_dir()] == []
+    for package in ("data_pipeline", "pretrain", "launcher"):
+        for path in (unit / package).glob("test_*.py"):
+            assert (ROOT / package / path.name.removeprefix("test_")).is_file(), path
+
+
 BENCHMARKS = tuple(sorted((ROOT / "benchmarks").rglob("*.py")))
 
 

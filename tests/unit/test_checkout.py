@@ -13,7 +13,7 @@ from tests.helpers.checkout import ROOT
 from tests.helpers.corpora import make_tiny_corpus
 
 # Whose experiment names the corpus of the demo by a relative path.
-ROOM = ROOT / "tests" / "unit" / "pretrain" / "test_scaling_plan.py"
+ROOM = ROOT / "tests" / "unit" / "pretrain" / "scaling" / "test_plan.py"
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,7 @@ EXAMPLES = [
     replace(NODE_FAILED, reason=JobEndReason.SUPERVISOR_FAILED, message="KeyError: 'x'"),
     replace(RETRY, reason=AttemptReason.SITE_FAILED, without_progress=0, next=NextAction.GIVE_UP),
 ]
-SENTENCES = Path(__file__).parents[2] / "data" / "ledger-sentences.txt"  # one for each of them
+SENTENCES = Path(__file__).parents[3] / "data" / "ledger-sentences.txt"  # one for each of them
 
 
 def test_events_are_read_back_as_they_were_and_described_as_recorded(tmp_path):

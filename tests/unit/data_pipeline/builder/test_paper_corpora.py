@@ -18,7 +18,7 @@ from data_pipeline.corpora.manifest import SPLITS, Manifest, read_manifest
 from data_pipeline.tokenizer import Tokenizer
 from tests.helpers.corpora import make_text, stored
 
-CONFIGS = Path(__file__).parents[3] / "configs" / "data"
+CONFIGS = Path(__file__).parents[4] / "configs" / "data"
 
 
 def build(tmp_path: Path, name: str, *arguments: object) -> Path:

@@ -19,7 +19,7 @@ from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export
 
-PAGE = Path(__file__).parents[3] / "docs" / "python.md"
+PAGE = Path(__file__).parents[4] / "docs" / "python.md"
 TEXT = "entry 7: naïve → words that are scored over several segments\n" * 3
 
 

@@ -20,7 +20,7 @@ from data_pipeline.lanes.mixture import Mixture, open_mixture, open_training_dat
 from foundation.errors import ConfigError, DataError
 from pretrain.config.run import DataConfig
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
-from tests.unit.data_pipeline.test_lane_properties import Session, read_in_sessions
+from tests.unit.data_pipeline.lanes.test_lane_properties import Session, read_in_sessions
 
 NUM_LANES = 4
 SEED = 5

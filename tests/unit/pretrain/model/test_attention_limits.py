@@ -213,7 +213,7 @@ def test_its_backward_pass_is_strict_where_operations_without_an_order_only_warn
 
 
 def test_the_page_has_the_table():
-    page = (Path(__file__).parents[3] / "docs/model.md").read_text()
+    page = (Path(__file__).parents[4] / "docs/model.md").read_text()
     section = page.split("## Attention kernels")[1].split("\n## ")[0]
     answer = r" (yes|no) \|"
     rows = re.findall(rf"^\| `?([^|`]+)`? \|{answer * 2}$", section, re.MULTILINE)

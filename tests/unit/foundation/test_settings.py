@@ -19,7 +19,7 @@ from pretrain.config.run import RunConfig
 
 SCHEMAS = (RunConfig, CorpusConfig, ClusterConfig)
 CORPUS = {"input": ["a"], "output": "b"}
-CORPUS_FILES = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
+CORPUS_FILES = sorted((Path(__file__).parents[3] / "configs" / "data").glob("*.yaml"))
 
 
 def test_every_setting_and_section_is_explained_in_one_sentence():

@@ -27,7 +27,7 @@ from pretrain.mixers.deltanet import facts as deltanet_facts
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.new_experiment import TrainingText, experiment_text, new_experiment
 
-MODELS = Path(__file__).parents[3] / "configs" / "models"
+MODELS = Path(__file__).parents[4] / "configs" / "models"
 
 
 def run_config(**engine) -> RunConfig:
@@ -146,7 +146,7 @@ def test_evaluations_are_counted_by_phase_and_at_the_end():
     assert run_time(at_the_end, 2, 1e9).evaluations == 1
 
 
-CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
+CLUSTERS = Path(__file__).parents[4] / "configs" / "clusters"
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda path: path.name)

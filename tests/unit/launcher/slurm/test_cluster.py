@@ -20,7 +20,7 @@ from pretrain.config.cluster import (
 from pretrain.config.run import DataConfig, ModelConfig, RunConfig
 from tests.helpers.jobs import job_of
 
-CLUSTERS = sorted((Path(__file__).parents[3] / "configs" / "clusters").glob("*.yaml"))
+CLUSTERS = sorted((Path(__file__).parents[4] / "configs" / "clusters").glob("*.yaml"))
 CPU = ClusterConfig(ranks_per_node=2)
 TWO = NodeRange(2, 2)
 GPU = ClusterConfig(gpus_per_node="8", gpu="A100", cpus_per_rank=4)

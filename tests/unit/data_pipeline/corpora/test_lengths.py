@@ -16,7 +16,7 @@ from data_pipeline.lanes.lane_stream import LaneStream
 from foundation.errors import DataError
 from tests.helpers.corpora import make_tiny_corpus, write_numbered_corpus
 from tests.helpers.stores import FileServer
-from tests.unit.data_pipeline.test_remote_corpus import remote
+from tests.unit.data_pipeline.corpora.test_remote_corpus import remote
 
 SEED, LENGTH = 3, 16
 DOCUMENTS = [[400, 700, 820, 480]] * 40

@@ -22,7 +22,7 @@ from pretrain.processes.node_findings import RankMeasurement
 from pretrain.rundir.exit_statuses import NEVER_STARTED
 from tests.gpu_stubs.devices import Stub, cuda_functions
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 RANK = {"PRETRAIN_GPUS": "8", "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
 NCCL = "NCCL error in: NCCLUtils.cpp:94, NCCL version 2.30.7\nncclSystemError: a call failed.\n"
 NODES = ("n1", "n2", "n3", "n4")

@@ -236,7 +236,7 @@ def test_a_plan_checks_rates_and_seeds_and_no_law_is_fitted_to_the_other_rates(t
     assert [row.name for row in rows if row.excluded] == [cell.name for cell in checks]
 
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[4] / "configs"
 SHIPPED = CONFIGS / "models" / "xl_modern_100m.yaml"
 
 

@@ -180,7 +180,7 @@ REWINDS = {
     "random documents in half of the lanes 0": (201, 220),
     "a few much too large updates 1": (202, 221),
 }
-RECORDED = json.loads((Path(__file__).parents[2] / "data/recovery/losses.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[3] / "data/recovery/losses.json").read_text())
 
 
 @pytest.mark.parametrize("name", RECORDED)

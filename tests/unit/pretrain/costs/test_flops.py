@@ -41,7 +41,7 @@ from tests.helpers.choices import MODEL_CHOICES
 from tests.helpers.models import TINY, VARIANTS
 from tests.helpers.scaling import PUBLISHED_DATA
 
-MODELS = Path(__file__).parents[3] / "configs" / "models"
+MODELS = Path(__file__).parents[4] / "configs" / "models"
 # Counted from the published code; the shapes of its scripts.
 PUBLISHED = {
     "enwik8-base": 41_055_436,
@@ -254,7 +254,7 @@ def test_all_50_architectures_of_hoffmanns_table_a9_match_within_0_7_per_cent():
         assert parameter_counts(model).total == pytest.approx(published, rel=0.007)
 
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[4] / "configs"
 HOUR = FailureCosts(between_failures=3600.0, pause=30.0)
 RUN = RunConfig(
     model=ModelConfig(vocab_size=1000, num_layers=4, d_model=64, num_heads=4, memory_length=32),

@@ -327,7 +327,7 @@ def test_losses_that_end_above_their_lowest_are_a_rate_that_is_too_high(tmp_path
     assert warned(tmp_path / "phase", later, losses=flat) == [], "a phase has other data"
 
 
-RECORDED = json.loads((Path(__file__).parents[2] / "data/recovery/losses.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[3] / "data/recovery/losses.json").read_text())
 
 
 @pytest.mark.parametrize("name", RECORDED)
