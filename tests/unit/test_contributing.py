@@ -77,3 +77,18 @@ def test_exit_statuses_of_agents_are_those_of_the_commands():
         for page in ("AGENTS.md", "docs/commands.md")
     ]
     assert tables[0] == tables[1] != []
+
+
+def test_each_promise_of_the_reliability_page_has_its_test():
+    page = (ROOT / "docs/reliability.md").read_text()
+    unit = {"u": "pretrain", "l": "launcher", "d": "data_pipeline", "f": "foundation"}
+    slurm = {"sites": "survival_of_sites", "starts": "survival_of_starts_and_spares"}
+    promises = re.findall(r"`(?:(\w)/)?((?:\w+/)*)(\w+)::(test_\w+)`", page)
+    assert len(promises) > 50
+    for place, folder, name, test in promises:
+        if place:
+            root = f"unit/{unit[place]}" if place in unit else "integration"
+            path = f"{root}/{folder}test_{name}.py"
+        else:
+            path = f"slurm/test_{slurm.get(name, name)}.py"
+        assert f"def {test}(" in (ROOT / "tests" / path).read_text(), f"{path}::{test}"
