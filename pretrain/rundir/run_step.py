@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +12,11 @@ from foundation.errors import ConfigError
 from pretrain.checkpoint.directory import step_directory
 from pretrain.checkpoint.verify import counts, steps_that_count
 from pretrain.errors import CheckpointError
+from pretrain.rundir.evaluated_text import PARTS
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
+
+logger = logging.getLogger(__name__)
 
 
 class RunStep(NamedTuple):
@@ -23,9 +29,9 @@ class RunStep(NamedTuple):
 def run_step(text: str | Path) -> RunStep:
     """Return what RUN, RUN@STEP, RUN@best or RUN@last names; RUN may be a name in runs/.
 
-    `best` is the checkpoint with the lowest validation loss, `last` the latest one. CheckpointError
-    if the run has no such checkpoint, with those that it has; ConfigError if it is no run. Without
-    `@` nothing is read. What the files contain is left to `verify`.
+    `best` is the checkpoint with the lowest validation loss (`_best`), `last` the latest one.
+    CheckpointError if the run has no such checkpoint, with those that it has; ConfigError if it is
+    no run. Without `@` nothing is read. What the files contain is left to `verify`.
     """
     head, at, name = str(text).rpartition("@")
     if not at or "/" in name or run_path(text).exists():
@@ -41,19 +47,44 @@ def run_step(text: str | Path) -> RunStep:
         raise ConfigError(f"{text}: found {name!r} behind @, expected a step, best or last")
     steps = steps_that_count(run_dir.checkpoints)
     if name == "best":
-        losses = {
-            line["step"]: line["loss"]
-            for line in run_dir.read_metrics()
-            if line["kind"] == "evaluation" and line["loss"] is not None
-        }
-        steps = sorted((step for step in steps if step in losses), key=losses.__getitem__)[:1]
+        steps = _best(run_dir, steps)
     if not steps:
         lacking = "no evaluated checkpoint" if name == "best" else "no checkpoint yet"
         raise CheckpointError(f"{run_dir.path} has {lacking}; {_kept(run_dir)}")
     return RunStep(run_dir.path, steps[-1])
 
 
+def _best(run_dir: RunDir, steps: Sequence[int]) -> list[int]:
+    """Return the step with the lowest of the losses on the same tokens; [] without any.
+
+    These tokens are those on which most checkpoints were scored, by the run or `pretrain evaluate`:
+    the last evaluation may read more than the others. Steps that are not compared are logged.
+    """
+    losses: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    for line in [*run_dir.read_metrics(), *run_dir.read_evaluations()]:
+        if line["kind"] == "evaluation" and line["step"] in steps and line["loss"] is not None:
+            text = tuple(tokens for _, tokens in line.get(PARTS) or ())
+            losses[text][line["step"]] = line["loss"]
+    if not losses:
+        return []
+    text = max(losses, key=lambda text: (len(losses[text]), sum(text)))
+    compared = losses[text]
+    best = min(compared, key=compared.__getitem__)
+    if others := sorted({step for own in losses.values() for step in own} - set(compared)):
+        logger.warning(
+            "best of %s is step %d, of steps %s by their losses on the same %s tokens; scored on "
+            "others: %s; pretrain evaluate %s@STEP %s@STEP ... scores all alike",
+            run_dir.path, best, _listed(sorted(compared)), f"{sum(text):,}", _listed(others),
+            run_dir.path, run_dir.path,
+        )  # fmt: skip
+    return [best]
+
+
 def _kept(run_dir: RunDir) -> str:
     """Return what to name instead, for the end of an error."""
-    steps = ", ".join(map(str, steps_that_count(run_dir.checkpoints)))
-    return f"name one of its steps: {steps}" if steps else "train until one is saved"
+    steps = steps_that_count(run_dir.checkpoints)
+    return f"name one of its steps: {_listed(steps)}" if steps else "train until one is saved"
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))

@@ -69,3 +69,20 @@ def test_a_name_of_no_checkpoint_says_which_there_are(runs, text, error):
     with pytest.raises(UserError) as caught:
         run_step(text)
     assert error in str(caught.value)
+
+
+def test_the_best_checkpoint_is_the_best_of_those_scored_on_the_same_tokens(runs, caplog):
+    run_dir, short, whole = RunDir.open(Path("runs/tiny")), [500, 500], [900, 1100]
+
+    def line(step: int, loss: float, tokens: list[int]) -> str:
+        parts = [[loss, count] for count in tokens]
+        return f"{json_text({'kind': 'evaluation', 'step': step, 'loss': loss, 'parts': parts})}\n"
+
+    run_dir.metrics.write_text(line(8, 3.0, short) + line(16, 2.5, short) + line(32, 2.0, whole))
+    assert run_step("tiny@best").step == 16
+    assert "step 16, of steps 8, 16 by their losses on the same 1,000 tokens" in caplog.text
+    assert "scored on others: 32; pretrain evaluate runs/tiny@STEP" in caplog.text
+    caplog.clear()
+    run_dir.evaluations.write_text(line(16, 2.2, whole) + line(8, 1.9, whole))
+    assert run_step("tiny@best").step == 8, "of three on the same tokens"
+    assert not caplog.text
