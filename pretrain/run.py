@@ -74,7 +74,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.processes.device import check_tiles, set_determinism, with_precision_of_run
 from pretrain.processes.flight_recorder import set_trace_files, write_last_collectives
 from pretrain.processes.leaving import end_at_once, end_process
-from pretrain.recovery.faults import fault_from_environment
+from pretrain.recovery.faults import SHORT_EVALUATION, Fault, fault_from_environment
 from pretrain.recovery.faulty_engine import with_fault
 from pretrain.recovery.out_of_memory import record_out_of_memory, with_fitting_micro_batch
 from pretrain.recovery.rewind import (
@@ -424,7 +424,8 @@ def _evaluator(
         tasks = training_tasks(config, engine, before_texts)
 
     def measure() -> dict[str, Any]:
-        is_last = state.step == config.optim.steps
+        is_short = process.fault == Fault(state.step, SHORT_EVALUATION)
+        is_last = state.step == config.optim.steps and not is_short
         measured = losses(config.evaluation.scored_tokens(is_last))
         return measured | tasks(state.step) if tasks else measured
 

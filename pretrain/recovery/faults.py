@@ -11,8 +11,10 @@ It is KIND@STEP or KIND:NUMBER@STEP:
     slow:0.5@7    from step 7 on, take 0.5 seconds longer for each forward pass
     sigterm-in-evaluation@7, sigkill-in-evaluation@7
                   send the process this signal in the evaluation after step 7, after two batches
+    short-evaluation@7
+                  score no more after step 7 than in other evaluations, though it is the last step
 
-All but the first affect the last rank only.
+The first and the last affect all ranks, the others the last rank only.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from foundation.errors import ConfigError
 
 VARIABLE = "PRETRAIN_FAULT"
 IN_EVALUATION = {"sigterm-in-evaluation": signal.SIGTERM, "sigkill-in-evaluation": signal.SIGKILL}
-KINDS = ("sigkill", "nan", "inf", "oom", "slow", *IN_EVALUATION)
+SHORT_EVALUATION = "short-evaluation"
+KINDS = ("sigkill", "nan", "inf", "oom", "slow", *IN_EVALUATION, SHORT_EVALUATION)
 FORM = re.compile(rf"({'|'.join(KINDS)})(?::(\d+(?:\.\d+)?))?@([1-9]\d*)")
 
 

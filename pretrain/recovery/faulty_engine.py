@@ -13,13 +13,13 @@ from data_pipeline.lanes.segment_batch import SegmentBatch
 from pretrain.engines.engine import Engine
 from pretrain.engines.wrapper import EngineWrapper
 from pretrain.model.memory import Memory
-from pretrain.recovery.faults import IN_EVALUATION, Fault
+from pretrain.recovery.faults import IN_EVALUATION, SHORT_EVALUATION, Fault
 
 
 def with_fault(engine: Engine, fault: Fault) -> Engine:
     """Return the engine, with the fault injected on the rank that it affects."""
     is_last = engine.world.rank == engine.world.world_size - 1
-    affects_passes = fault.step > 0 and fault.kind != "sigkill"
+    affects_passes = fault.step > 0 and fault.kind not in ("sigkill", SHORT_EVALUATION)
     return FaultyEngine(engine, fault) if affects_passes and is_last else engine
 
 

@@ -31,6 +31,8 @@ def test_a_run_resumes_with_more_ranks_within_rounding(tiny_corpus, tmp_path, ca
     runs = [RunDir(work / name) for name in ("uninterrupted", "killed")]
     rates = [line["learning_rate"] for line in runs[0].read_metrics() if line["kind"] == "train"]
     assert rates[:3] == pytest.approx([0.001, 0.002, 0.003]), "as in the run's own first steps"
+    scored = [line["tokens"] for run in runs for line in run.read_metrics() if "parts" in line]
+    assert set(scored) == {200}, "in the last evaluation, too"
     monkeypatch.setattr(compare_runs, "STATE_TOLERANCE", 1e-12)
     problems = "\n".join(compare_runs.run_differences(*runs, step=6, tolerance=1e-5))
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
