@@ -40,7 +40,7 @@ from pretrain.checkpoint.save import RankFile, Save, new_index
 from pretrain.checkpoint.tensor_layout import HostBuffer
 from pretrain.checkpoint.transfer import RankReports
 from pretrain.checkpoint.verify import UNDONE
-from pretrain.config.run import RunConfig
+from pretrain.config.run import OF_UPDATES, RunConfig
 from pretrain.distributed.collectives import broadcast_value, gather_values
 from pretrain.distributed.messages import Worker
 from pretrain.distributed.world import World
@@ -53,8 +53,9 @@ logger = logging.getLogger(__name__)
 
 KEPT = 2  # ranks finish a save at different times: the latest that all have may be a rank's second
 RUN_FOLDER = re.compile(r"run-[0-9a-f]{12}")
-# Settings that a resume may change, because they do not affect the state of the run at a step.
-MAY_DIFFER = ("checkpoint", "evaluation", "metrics")
+# Settings that a resume may change, because they do not affect the state of the run at a step: what
+# it changes of updates holds from the resumed step on, and another optimizer has been refused.
+MAY_DIFFER = ("checkpoint", "evaluation", "metrics", *(name.rstrip(".") for name in OF_UPDATES))
 
 
 @dataclass(frozen=True)

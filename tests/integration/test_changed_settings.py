@@ -210,3 +210,14 @@ def test_a_run_saves_evaluates_and_stops_when_it_is_asked(experiment, tmp_path):
     assert ranks.wait() == [EXIT_STOPPED]
     assert len(steps_on_disk(run_dir.checkpoints)) == 3
     assert len(evaluated()) == 1
+
+
+def test_a_change_of_the_rate_resumes_from_the_local_checkpoint(experiment, tmp_path):
+    run_dir, disk = RunDir(tmp_path / "run"), tmp_path / "disk"
+    settings = (f"checkpoint.local={disk}", "checkpoint.local_interval=2", "checkpoint.interval=8")
+    train("torch", experiment, run_dir, *settings, fault="sigkill@11")
+    train("torch", experiment, run_dir, *settings, "optim.learning_rate=1e-3", fault="sigkill@13")
+    ledger = run_dir.ledger.read()
+    began = find_events(ledger, TrainingBegan)[-1]
+    assert (began.step, began.local) == (10, True)
+    assert [event.step for event in find_events(ledger, SettingsChanged)] == [10]
