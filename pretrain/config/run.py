@@ -269,7 +269,7 @@ class EvaluationConfig:
     lanes: int = setting(8, Range(1, MOST_LANES), unit="lanes")
     """Streams of whole documents that share the validation split, over all ranks."""
     max_tokens: int = setting(100_000, Range(0, MOST), unit="tokens")
-    """Tokens to score, in heads of all documents; 0: the whole split; the last: 100,000 or more."""
+    """Tokens to score, in heads of documents; 0: the whole split; the last: 100,000 or more."""
     sets: dict[str, Path] = field(default_factory=dict)
     """Corpora whose validation loss is measured as well, under these names: {name: path}."""
     tasks: tuple[str, ...] = ()
