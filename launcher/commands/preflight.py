@@ -23,9 +23,16 @@ from foundation.files import end_of, named_errors, read_value, write_json
 from foundation.programs import copied_arguments, own_arguments, own_command
 from foundation.typed_values import json_text
 from launcher.slurm.client import Slurm, node_names, start
-from launcher.slurm.sbatch import Snapshot, check_request, environment_lines, option_flags, quote
+from launcher.slurm.sbatch import (
+    Snapshot,
+    check_request,
+    cluster_here,
+    environment_lines,
+    option_flags,
+    quote,
+)
 from launcher.slurm.srun import in_container
-from pretrain.config.cluster import ClusterConfig, NodeRange, fixed_nodes, load_cluster
+from pretrain.config.cluster import ClusterConfig, NodeRange, fixed_nodes
 from pretrain.distributed.slurm_variables import GPUS_VARIABLE
 from pretrain.processes.local_ranks import RankGroup, gpus_here
 from pretrain.processes.node_findings import (
@@ -108,7 +115,7 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
 
 
 def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]:
-    cluster = load_cluster(arguments.cluster)
+    cluster = cluster_here(arguments.cluster)
     nodes = fixed_nodes(arguments.nodes).least_of_job
     check_request(cluster, NodeRange(nodes, nodes), Slurm().partitions())
     name = f"preflight-{secrets.token_hex(4)}"
@@ -132,7 +139,7 @@ def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[
         "ntasks": nodes * cluster.tasks_per_node,
         "ntasks-per-node": cluster.tasks_per_node,
         "gpus-per-node": cluster.gpus_per_node if cluster.num_gpus else "",
-        "cpus-per-task": cluster.cpus_per_rank,
+        "cpus-per-task": cluster.cores_per_rank,
         "time": _MINUTES,
     }
     wanted = {key: value for key, value in options.items() if value}

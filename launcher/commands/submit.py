@@ -14,12 +14,20 @@ from foundation.cli import add_experiment
 from foundation.errors import ConfigError
 from foundation.settings import load_config
 from launcher.restart_policy import add_policy_arguments, requested_policy
-from launcher.slurm.sbatch import Job, Snapshot, check_run, missing_notes, quote, render
+from launcher.slurm.sbatch import (
+    Job,
+    Snapshot,
+    check_run,
+    cluster_here,
+    missing_notes,
+    quote,
+    render,
+)
 from launcher.slurm.srun import Step, attempt_command
 from launcher.slurm.submission import submit
 from launcher.supervisor import is_done_already
 from pretrain.checkpoint.facts import add_from_step
-from pretrain.config.cluster import load_cluster, parse_nodes
+from pretrain.config.cluster import parse_nodes
 from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.rundir.attempt_files import AttemptFiles
@@ -65,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         code=Snapshot(path).code,
         python=sys.executable,
         nodes=parse_nodes(arguments.nodes),
-        cluster=load_cluster(arguments.cluster),
+        cluster=cluster_here(arguments.cluster),
         attempts_without_progress=policy.attempts_without_progress,
     )
     is_dry_run, known = arguments.dry_run, with_vocabulary(config)

@@ -10,7 +10,7 @@ from pathlib import Path
 from foundation.cli import Answer, Program, add_json, check_least
 from foundation.errors import EXIT_USER_ERROR, ConfigError
 from foundation.files import make_directory
-from launcher.slurm.sbatch import missing_notes
+from launcher.slurm.sbatch import cluster_here, missing_notes
 from launcher.stop_signals import StopSignals
 from launcher.sweep import (
     CellRun,
@@ -26,7 +26,7 @@ from launcher.sweep import (
     run_cells,
     submit_array,
 )
-from pretrain.config.cluster import load_cluster, parse_nodes
+from pretrain.config.cluster import parse_nodes
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import accumulation_steps
 from pretrain.rundir.exit_statuses import EXIT_STOPPED
@@ -126,7 +126,7 @@ def cells_flags(sweep: Sweep, arguments: argparse.Namespace) -> str:
 def _submit(
     sweep: Sweep, cells: Sequence[CellRun], arguments: argparse.Namespace, runs: Path
 ) -> int:
-    cluster, nodes = load_cluster(arguments.cluster), parse_nodes(arguments.nodes)
+    cluster, nodes = cluster_here(arguments.cluster), parse_nodes(arguments.nodes)
     if nodes.spare:
         raise ConfigError(
             f"--nodes={arguments.nodes}: found spare nodes, expected N or A:B; cells of "

@@ -128,6 +128,7 @@ class Partition:
     num_nodes: int
     cpus_per_node: int  # the most of any node
     gpus_per_node: int  # the most of any node
+    cores_per_gpu: int = 0  # the fewest of any kind of node; 0: no node has GPUs
     time_limit: str
 
 
@@ -253,12 +254,14 @@ class Slurm:
             known = partitions.get(name)
             nodes, cpus = (_number(number.rstrip("+")) for number in numbers)
             gpus = sum(map(int, re.findall(r"gpu(?::[^:(,]+)?:(\d+)", resources)))
+            shares = [known.cores_per_gpu if known else 0, cpus // gpus if gpus else 0]
             partitions[name] = Partition(
                 name=name,
                 is_default=label.endswith("*"),
                 num_nodes=nodes + (known.num_nodes if known else 0),
                 cpus_per_node=max(cpus, known.cpus_per_node if known else 0),
                 gpus_per_node=max(gpus, known.gpus_per_node if known else 0),
+                cores_per_gpu=min(filter(None, shares), default=0),
                 time_limit=limit,
             )
         return list(partitions.values())

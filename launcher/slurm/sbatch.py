@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import compileall
 import contextlib
+import logging
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
 from foundation.credentials import referenced_variable
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, UserError
 from foundation.files import make_directory, move, sync_tree, write_text
 from foundation.paths import url_of
 from foundation.programs import copied_arguments, make_startable
 from foundation.typed_values import to_tree
 from foundation.yaml_files import dump_yaml
-from launcher.slurm.client import Partition
-from pretrain.config.cluster import ClusterConfig, NodeRange, control_characters, time_limit_seconds
+from launcher.slurm.client import Partition, Slurm
+from pretrain.config.cluster import (
+    ClusterConfig,
+    NodeRange,
+    control_characters,
+    load_cluster,
+    time_limit_seconds,
+)
 from pretrain.config.devices import DEVICES
 from pretrain.config.evaluation_sets import evaluated_split
 from pretrain.config.phases import runs_of_phases
@@ -41,6 +48,7 @@ from pretrain.rundir.history import work_dirs
 from pretrain.rundir.ownership import make_run_directory, refuse_foreign_run, refuse_links
 from pretrain.rundir.run_dir import RunDir
 
+_log = logging.getLogger(__name__)
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length
 _SOURCE = Path(__file__).resolve().parents[2]
@@ -212,7 +220,7 @@ def _resources_of_a_node(job: Job) -> dict[str, object]:
     A requeued job keeps the number of tasks of its first start. With that, it could not start on
     fewer or more nodes than then.
     """
-    ranks, cpus = job.cluster.tasks_per_node, job.cluster.cpus_per_rank
+    ranks, cpus = job.cluster.tasks_per_node, job.cluster.cores_per_rank
     if job.nodes.least == job.nodes.most:
         return {"ntasks-per-node": ranks, "cpus-per-task": cpus}
     return {"mincpus": ranks * cpus}
@@ -362,14 +370,13 @@ def check_request(
     check_references(cluster)
     if not partitions:
         return
-    names = {partition.name: partition for partition in partitions}
+    names = [partition.name for partition in partitions]
     wanted = cluster.partition.split(",") if cluster.partition else []
     if unknown := [name for name in wanted if name not in names]:
         raise ConfigError(
             f"partition {unknown[0]!r} is unknown here; this cluster has {', '.join(names)}"
         )
-    # Empty without a default in sinfo: sbatch may have one that sinfo does not show.
-    chosen = [names[name] for name in wanted] or [p for p in partitions if p.is_default]
+    chosen = _chosen(cluster, partitions)
     problems = [_never_fits(cluster, nodes, partition) for partition in chosen]
     if problems and all(problems):
         raise ConfigError(problems[0])
@@ -385,11 +392,33 @@ def check_references(cluster: ClusterConfig) -> None:
             )
 
 
+def cluster_here(path: Path) -> ClusterConfig:
+    """Return the cluster of a file, with cores for ranks of GPUs, as Slurm says of its nodes."""
+    cluster, partitions = load_cluster(path), []
+    if cluster.cpus_per_rank or not cluster.num_gpus:
+        return cluster
+    with contextlib.suppress(UserError):  # no Slurm here, in a dry run
+        partitions = Slurm().partitions()
+    cores = [partition.cores_per_gpu for partition in _chosen(cluster, partitions)]
+    if not any(cores):
+        _log.warning("cpus_per_rank: Slurm does not say what nodes have; 1, unless %s does", path)
+    return replace(cluster, cpus_per_rank=min(filter(None, cores), default=0))
+
+
+def _chosen(cluster: ClusterConfig, partitions: Sequence[Partition]) -> list[Partition]:
+    """Return the partitions that the cluster's file names, or the default one.
+
+    Empty without a default in sinfo: sbatch may have one that sinfo does not show.
+    """
+    wanted = cluster.partition.split(",")
+    return [p for p in partitions if p.name in wanted or (p.is_default and not cluster.partition)]
+
+
 def _never_fits(cluster: ClusterConfig, nodes: NodeRange, partition: Partition) -> str:
     """Return why the partition can never run the job; '' if it can."""
     wanted = {
         "nodes": (nodes.least_of_job, partition.num_nodes),
-        "CPUs per node": (cluster.tasks_per_node * cluster.cpus_per_rank, partition.cpus_per_node),
+        "CPUs per node": (cluster.tasks_per_node * cluster.cores_per_rank, partition.cpus_per_node),
         "GPUs per node": (cluster.num_gpus, partition.gpus_per_node),
     }
     for resource, (asked, there) in wanted.items():

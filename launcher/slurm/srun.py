@@ -101,7 +101,7 @@ def srun_command(
     cluster = step.cluster
     command = ["srun", f"--nodes={step.num_nodes}", f"--ntasks={step.ranks}"]
     command += [f"--ntasks-per-node={step.tasks_per_node}"]
-    command += [f"--cpus-per-task={cluster.cpus_per_rank}", f"--nodelist={','.join(step.nodes)}"]
+    command += [f"--cpus-per-task={cluster.cores_per_rank}", f"--nodelist={','.join(step.nodes)}"]
     command += ["--kill-on-bad-exit=1", "--wait=0", "--label"]
     # --overlap: if a slurmstepd was killed, Slurm may believe that its step still runs. The next
     # attempt must not wait for that step; there is only one attempt at a time anyway.

@@ -126,8 +126,8 @@ class ClusterConfig:
     """What a node writes to the run directory and reads from it, all nodes at once."""
     partition: str = ""
     """Partition, or several (main,urgent): the first that can start the job."""
-    cpus_per_rank: int = setting(1, Range(1, MOST_THREADS), unit="cores")
-    """Cores of each rank."""
+    cpus_per_rank: int = setting(0, Range(0, MOST_THREADS), unit="cores")
+    """Cores of each rank; 0: the node's cores for each of its GPUs, as Slurm says, else 1."""
     time_limit: str = "24:00:00"
     """Limit of one job, as Slurm writes it; the run continues in the next job."""
     signal_seconds: int = setting(180, Range(1, 1_000_000), unit="seconds")
@@ -190,6 +190,11 @@ class ClusterConfig:
     def tasks_per_node(self) -> int:
         """Ranks on each node."""
         return self.ranks_per_node or self.num_gpus
+
+    @property
+    def cores_per_rank(self) -> int:
+        """Cores of each rank."""
+        return self.cpus_per_rank or 1
 
     @property
     def _named_by_type(self) -> str:

@@ -17,7 +17,14 @@ from foundation.programs import copied_arguments
 from foundation.settings import load_config
 from launcher.cli import main
 from launcher.slurm.client import Slurm
-from launcher.slurm.sbatch import Snapshot, check_request, missing_notes, render, replaced_snapshot
+from launcher.slurm.sbatch import (
+    Snapshot,
+    check_request,
+    cluster_here,
+    missing_notes,
+    render,
+    replaced_snapshot,
+)
 from launcher.slurm.submission import refuse_live_job
 from pretrain.config.cluster import NodeRange, load_cluster
 from pretrain.config.run import DataConfig, RunConfig
@@ -241,6 +248,34 @@ def test_a_partition_accepts_its_new_file(gpus, cpus, limit, expected, tmp_path,
     script = render(job_of(Path("/runs/x"), cluster, nodes))
     for option in expected:
         assert f"#SBATCH {option}\n" in script
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores"),
+    [
+        ("gpus_per_node: 4, partition: gpu", 8),
+        ("gpus_per_node: 4", 16),
+        ("gpus_per_node: 4, partition: 'gpu,main'", 8),
+        ("gpus_per_node: 4, cpus_per_rank: 3", 3),
+        ("gpus_per_node: 4, partition: cpu", 1),
+        ("ranks_per_node: 2", 1),
+    ],
+)
+def test_ranks_of_gpus_share_the_cores_of_their_node(
+    tmp_path, monkeypatch, caplog, settings, cores
+):
+    kinds = (
+        "gpu|2|96|gpu:8(S:0)|1:00:00",
+        "gpu|2|32|gpu:a100:4|1:00:00",
+        "cpu|9|64|(null)|1:00:00",
+    )
+    sinfo = listed("main*|4|64|gpu:4|1:00:00", *kinds, "main*|4|200|(null)|1:00:00", fields=5)
+    fake_commands(tmp_path, monkeypatch, sinfo=sinfo)
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{{{settings}}}")
+    script = render(job_of(Path("/runs/x"), cluster_here(file), NodeRange(2, 2)))
+    assert f"#SBATCH --cpus-per-task={cores}\n" in script
+    assert ("does not say what nodes have" in caplog.text) == settings.endswith("cpu")
 
 
 def test_without_slurm_the_file_is_for_nodes_like_this_one(tmp_path, monkeypatch, capsys):
