@@ -147,6 +147,11 @@ class Program:
         return parser, getattr(module, f"run_{function}" if function else "run")
 
 
+def targets(prefix: str, summaries: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return commands whose targets are `prefix` ("package." or "package.module:") and a name."""
+    return {name: (prefix + name.replace("-", "_"), text) for name, text in summaries.items()}
+
+
 def _escape_what_cannot_be_encoded() -> None:
     """Show escapes on an output whose encoding lacks characters, instead of failing at them."""
     for stream in (sys.stdout, sys.stderr):

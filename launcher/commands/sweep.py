@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.cli import Answer, Program, add_json, check_least
+from foundation.cli import Answer, Program, add_json, check_least, targets
 from foundation.errors import EXIT_USER_ERROR, ConfigError
 from foundation.files import make_directory
 from launcher.slurm.sbatch import cluster_here, missing_notes
@@ -38,16 +38,13 @@ from pretrain.terminal.text import counted
 PROGRAM = Program(
     "launcher sweep",
     "The cells of a sweep file: a grid, or cells as 'pretrain scale plan' writes them.",
-    {
-        "submit": (
-            "launcher.commands.sweep:submit",
-            "start the cells that are neither done nor active",
-        ),
-        "status": (
-            "launcher.commands.sweep:status",
-            "show state, results and settings of each cell",
-        ),
-    },
+    targets(
+        "launcher.commands.sweep:",
+        {
+            "submit": "start the cells that are neither done nor active",
+            "status": "show state, results and settings of each cell",
+        },
+    ),
 )
 
 

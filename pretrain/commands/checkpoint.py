@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foundation.cli import Answer, Program, add_json
+from foundation.cli import Answer, Program, add_json, targets
 from foundation.errors import EXIT_USER_ERROR, printable
 from foundation.files import LARGEST_LIST_BYTES, SMALL_FILE_BYTES, read_json
 from pretrain.checkpoint import directory as files
@@ -22,15 +22,15 @@ from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import format_number, text_table
 
 EXIT_CORRUPTED = 1
-HERE = "pretrain.commands.checkpoint"
+SUMMARIES = {
+    "list": "list step, ranks, tokens, validation loss and size of each",
+    "verify": "read every byte of each; exit status 1 if one is corrupted",
+    "fetch": "make a run directory from what checkpoint.mirror has uploaded",
+}
 PROGRAM = Program(
     "pretrain checkpoint",
     "The checkpoints of a run.",
-    {
-        "list": (f"{HERE}:list", "list step, ranks, tokens, validation loss and size of each"),
-        "verify": (f"{HERE}:verify", "read every byte of each; exit status 1 if one is corrupted"),
-        "fetch": (f"{HERE}:fetch", "make a run directory from what checkpoint.mirror has uploaded"),
-    },
+    targets("pretrain.commands.checkpoint:", SUMMARIES),
 )
 
 

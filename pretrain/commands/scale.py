@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from foundation.cli import Program
+from foundation.cli import Program, targets
 from foundation.errors import ConfigError
 from foundation.sizes import amount_of
 from pretrain.config.run import RunConfig
@@ -13,28 +13,20 @@ from pretrain.scaling.recipe import RULES, Rule, step_law_rule
 
 LARGEST = 1e40  # of FLOPs, parameters and tokens that are asked for
 
+ONE_EACH = {
+    "plan": "write a sweep of sizes at budgets, of rates, of lengths, or of variants",
+    "memory": "fit the loss over size, tokens and memory length, and name the memory that pays",
+}
+OF_A_TABLE = {
+    "collect": "write the runs of a sweep as runs.csv",
+    "fit": "fit four laws: the one to rely on, its optimum at a budget, or the loss of one run",
+    "report": "write what a table of runs shows as a page: a fit, rates, lengths or variants",
+}
 PROGRAM = Program(
     "pretrain scale",
     "Scaling-law experiments, from the plan to the report.",
-    {
-        "plan": (
-            "pretrain.commands.scale_plan",
-            "write a sweep of sizes at budgets, of rates, of lengths, or of variants",
-        ),
-        "collect": ("pretrain.commands.scale_fit:collect", "write the runs of a sweep as runs.csv"),
-        "fit": (
-            "pretrain.commands.scale_fit:fit",
-            "fit four laws: the one to rely on, its optimum at a budget, or the loss of one run",
-        ),
-        "report": (
-            "pretrain.commands.scale_fit:report",
-            "write what a table of runs shows as one HTML page: a fit, rates, lengths or variants",
-        ),
-        "memory": (
-            "pretrain.commands.scale_memory",
-            "fit the loss over size, tokens and memory length, and name the memory that pays",
-        ),
-    },
+    targets("pretrain.commands.scale_", ONE_EACH)
+    | targets("pretrain.commands.scale_fit:", OF_A_TABLE),
 )
 
 

@@ -73,11 +73,16 @@ class Footprint:
     def parts(self) -> dict[str, float]:
         """Of a rank's device, by what occupies it."""
         segments = self.run.optim.gradient_segments
+        # Gradients at the peak: the backward pass frees activations while gradients come.
+        buffers = self._buffers
+        several = accumulation_steps(self.run, self.world_size) > 1
+        before = buffers.after if several else buffers.before
+        after = buffers.after + max(buffers.summing, self._working)
         return {
             "weights": self._weights,
             "optimizer": self._optimizer,
             # With segments a gradient is complete, and can be reduced, at the first segment's end.
-            "gradients": self._gradients
+            "gradients": max(before, after - self._activations - self._logits)
             + self._weight_bytes * self._parameters.total * (segments > 1 and self._stage == 3),
             "gradient buckets": self._buffers.buckets,
             "recurrent memory": self._recurrent_memory(self.run.engine.offload_memories),
@@ -133,15 +138,6 @@ class Footprint:
     @property
     def _weight_bytes(self) -> int:
         return activation_bytes(self.run.engine)
-
-    @property
-    def _gradients(self) -> float:
-        """Gradients at the peak; the backward pass lets go of activations while gradients come."""
-        buffers = self._buffers
-        several = accumulation_steps(self.run, self.world_size) > 1
-        before = buffers.after if several else buffers.before
-        after = buffers.after + max(buffers.summing, self._working)
-        return max(before, after - self._activations - self._logits)
 
     @cached_property
     def _buffers(self) -> Buffers:

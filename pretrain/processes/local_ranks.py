@@ -111,7 +111,10 @@ class RankGroup:
             statuses, now = self.poll(), time.monotonic()
             if self.first_failure is None and (failed := _failed(statuses)):
                 failed_since = now
-                self.first_failure = _first_hand(failed, statuses)
+                # The first cause: a rank that knows what is wrong, or that was killed from outside.
+                knows = [rank for rank in failed if statuses[rank] in EXPLAINED]
+                killed = [rank for rank in failed if (statuses[rank] or 0) < 0]
+                self.first_failure = (knows or killed or failed)[0]
             if None not in statuses:
                 break
             if failed_since is not None and now - failed_since >= grace:
@@ -250,13 +253,3 @@ def _last_error(log: str) -> str:
 def _failed(statuses: Sequence[int | None]) -> list[int]:
     """Return the ranks that have ended otherwise than done or stopped on request."""
     return [rank for rank, status in enumerate(statuses) if status not in (None, 0, EXIT_STOPPED)]
-
-
-def _first_hand(failed: Sequence[int], statuses: Sequence[int | None]) -> int:
-    """Return the first cause of ranks that failed together.
-
-    One that knows what is wrong, else one killed from outside, which makes the others fail.
-    """
-    knows = [rank for rank in failed if statuses[rank] in EXPLAINED]
-    killed = [rank for rank in failed if (statuses[rank] or 0) < 0]
-    return (knows or killed or failed)[0]

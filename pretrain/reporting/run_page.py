@@ -161,7 +161,7 @@ def run_page(history: History, figures: Path) -> str:
         _tasks(history),
         _time(history),
         _events(history),
-        _settings(history),
+        section("Settings", preformatted(dump_yaml(to_tree(history.config)))),
     ]
     return page(history.name, "Training run", lead, _cards(history), sections, footer)
 
@@ -260,10 +260,6 @@ def _events(history: History) -> str:
     left_out = len(events) - len(shown)
     more = [paragraph(f"{left_out} earlier events are in ledger.jsonl.")] if left_out else []
     return section("Events", *more, table([], rows, "words"))
-
-
-def _settings(history: History) -> str:
-    return section("Settings", preformatted(dump_yaml(to_tree(history.config))))
 
 
 def render_comparison(
