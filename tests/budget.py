@@ -1,7 +1,5 @@
 """`python -m tests.budget` fails where the project outgrows tests/budget.json, which only falls."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

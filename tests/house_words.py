@@ -5,8 +5,6 @@ assigned in the middle of a module, names that two modules define, long docstrin
 phrases that a reader has to read twice, and locals that do not say what they hold.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

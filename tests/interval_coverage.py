@@ -8,8 +8,6 @@ share cannot be between WANTED. The rules were chosen on sweeps of seeds below F
 table is of others.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections import defaultdict

@@ -3,8 +3,6 @@
 A block of docs/scaling-example.md is between `<!-- scaling-demo: NAME -->` and `<!-- end -->`.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import shutil

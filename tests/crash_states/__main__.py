@@ -1,7 +1,5 @@
 """Start from what a power failure can leave of a run and of builds; status 1 if that is wrong."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ A copy has what had reached the device. It is mounted, which replays its journal
 checked as of the states that models allow.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

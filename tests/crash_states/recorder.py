@@ -4,8 +4,6 @@ Audit hooks tell when a name or a file is about to change. The directory is read
 moments, and what is new since the last one is recorded: so data is seen whatever wrote it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

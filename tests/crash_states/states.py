@@ -7,8 +7,6 @@ Names, of those that no fsync has made durable:
 Data since the file's last fsync: none, the first half, zeros, a page missing, all.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What is recorded, and what has to be true of each state that it can leave: a run, and builds."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

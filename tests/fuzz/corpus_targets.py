@@ -1,7 +1,5 @@
 """Files of corpora, and the texts that they are built of."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

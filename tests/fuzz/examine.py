@@ -6,8 +6,6 @@ directories and slots of heartbeats, start a process, unpickle, send control cha
 terminal, or accept a changed file whose checksums are wrong and read something else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

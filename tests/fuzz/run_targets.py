@@ -1,7 +1,5 @@
 """Files of runs and of exports."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Settings and results: YAML files, tables of runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ A reader is a command as a user calls it, or the function that a rank calls. It 
 read, so that an accepted change can be compared with the valid file.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

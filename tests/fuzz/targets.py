@@ -1,7 +1,5 @@
 """All targets, and the valid files that they change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

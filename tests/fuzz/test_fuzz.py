@@ -3,8 +3,6 @@
 The examples here are the same every time; `make fuzz` takes others, for an hour.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from tests.fuzz.examine import bounded_memory, examine, try_changes

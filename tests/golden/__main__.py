@@ -1,7 +1,5 @@
 """`python -m tests.golden FILES`: one line per file; fails unless all supported ones agree."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ consecutive segments. Two more kinds of files contain attention masks or the rel
 Everything in the files is time-major, [L, B, D]. tests/golden/record_vectors.py writes such files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 changed and why.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ recorded from the published implementation itself, at a smaller size. A file cha
 reference does; the commit says why.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

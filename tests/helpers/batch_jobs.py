@@ -1,7 +1,5 @@
 """A `launcher batch` whose site is scripted: Slurm's answers, the ranks, the nodes and the time."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ Before most kills the same attempt has to outlast something, during a save or so
 disk, a directory that cannot be written, or a process that is stopped and continues.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

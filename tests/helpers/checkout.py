@@ -1,7 +1,5 @@
 """Where this checkout is, and that a test neither changes it nor sees what commands left in it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Checkpoints that verify, for tests that load none."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

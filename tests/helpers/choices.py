@@ -1,7 +1,5 @@
 """The settings that are one of several names, or a list of them, so that tests miss none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 

@@ -5,8 +5,6 @@ module it compiles what the arguments name, "kernel:head width:compute capabilit
 and prints a line of JSON for each: its name, and what it takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """How many operations a layer runs around attention, and what `engine.compile` leaves of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Small corpora for tests: real builds of generated text, the same bytes every time."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -3,8 +3,6 @@
 It runs in triton's interpreter, or on a GPU.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

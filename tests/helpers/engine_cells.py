@@ -1,7 +1,5 @@
 """Cells of the engine tests: what each trains, run by one group of ranks, and their results."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -6,8 +6,6 @@ A cell may have faults injected; exactly the steps in `skips` are to be skipped,
 bit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

@@ -4,8 +4,6 @@ B lanes, L queries, M memory rows, C = M + L keys, N heads, G groups of heads th
 value, H head width.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

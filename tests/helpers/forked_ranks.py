@@ -2,8 +2,6 @@
 the rest is as ever. One server serves all tests of a process.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

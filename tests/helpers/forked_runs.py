@@ -3,8 +3,6 @@
 OUTPUT/NAME is a run, OUTPUT/NAME-disk what its nodes' disks have, OUTPUT/NAME-logs what it said.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

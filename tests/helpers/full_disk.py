@@ -1,7 +1,5 @@
 """A disk that is full: the kernel lets no file of this process grow."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Callable, Iterator

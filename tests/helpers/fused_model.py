@@ -3,8 +3,6 @@
 A separate process, started with TRITON_INTERPRET=1: the model then takes the fused path on the CPU.
 """
 
-from __future__ import annotations
-
 import json
 
 import torch

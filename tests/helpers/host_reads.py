@@ -1,7 +1,5 @@
 """How often the host waits for a value of the device in a step."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from functools import partial

@@ -5,8 +5,6 @@ second layer's second head finds keys whose previous token is the query's token,
 (the induction heads of Olsson et al. 2022). It recalls what its memory holds, and nothing else.
 """
 
-from __future__ import annotations
-
 import torch
 
 from pretrain.config.run import ModelConfig

@@ -1,7 +1,5 @@
 """What tests of supervisors, jobs and their history start from."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

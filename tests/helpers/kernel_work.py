@@ -5,8 +5,6 @@ warps (or groups of four) that execute each. If a tile has fewer rows than its w
 warps repeat what others do, and more is executed than needed.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ make the run start again, until it gives up. Writes live.json: the counts of eac
 start each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -5,8 +5,6 @@ operation, and compares its fragments with the model built whole. Then it counts
 tensors while it trains. It writes OUTPUT/SETTING-RANK.json for each of the settings.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Lines of metrics.jsonl as training writes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

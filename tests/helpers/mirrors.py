@@ -1,7 +1,5 @@
 """Mirrors for tests: runs whose checkpoints verify, their uploads, and what is restored."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

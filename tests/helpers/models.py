@@ -1,7 +1,5 @@
 """Tiny models with reproducible weights, and streams of random tokens cut into segments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`flock` that really fails: the kernel answers it with an error, as on Lustre without locks."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import platform

@@ -1,7 +1,5 @@
 """The settings of the original code, under its own names, as those of this model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of another user, for tests that may run as any user."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -6,8 +6,6 @@ process held before. Set MALLOC_MMAP_THRESHOLD_=65536 for it, so that the C libr
 freed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -5,8 +5,6 @@ Time-major rows [L, B, D], one projection of memory and segment for query, key a
 concatenating a zero column.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

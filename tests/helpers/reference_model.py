@@ -5,8 +5,6 @@ opinion on every option, including those that no recorded case covers. Time-majo
 [L, B, D]. Slow.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ Time-major rows [L, B, D], plain dropout, the original's names for parameters, p
 u, v for all layers.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

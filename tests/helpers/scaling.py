@@ -1,7 +1,5 @@
 """Runs that follow a known law, for tests that must know the answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sweeps whose runs were not trained: their losses follow a known law."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

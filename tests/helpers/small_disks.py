@@ -1,7 +1,5 @@
 """File systems of a few kilobytes, in a mount namespace of their own."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Gloo ranks that agree on stops and exchange values, and what each found."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -2,8 +2,6 @@
 speaks S3.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import http.client

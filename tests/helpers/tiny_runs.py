@@ -1,7 +1,5 @@
 """A run of a tiny model on a tiny corpus, without other ranks, for tests of single updates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

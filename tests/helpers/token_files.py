@@ -1,7 +1,5 @@
 """Files of tokens, as other systems write them: with their own libraries where there are some."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of other systems' tokenizers, made by their own libraries: the same bytes every time."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The interpreter is chosen when triton is imported, so it needs a process of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Reads what Weights & Biases keeps on disk: the library's own records, in LevelDB's framing."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`python -m tests.histories --minutes 60`; exit status 1 if there was a finding."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

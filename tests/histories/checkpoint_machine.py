@@ -6,8 +6,6 @@ for the engine and the SDK of the object store (`toy_run.py`). Beside it a model
 published where, and what became of it. `problem` ends a history with what the code did wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

@@ -4,8 +4,6 @@ Only one rank runs at any moment, until it waits for another one. So a history i
 and a job can be killed before its n-th change of a file. Sleeping only moves the clock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

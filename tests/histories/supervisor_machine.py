@@ -5,8 +5,6 @@ time pass. Then all that is calm again, and the run has to finish, unless it was
 or by so many attempts of evidence against it, and says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Random histories of checkpoints, the same ones every time, and those that failed once."""
 
-from __future__ import annotations
-
 import errno
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random histories of supervised runs, the same ones every time, and those that failed once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

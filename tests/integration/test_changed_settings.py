@@ -1,7 +1,5 @@
 """Runs whose settings change at a resume, and branches of runs, bitwise; on both engines."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

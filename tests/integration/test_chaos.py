@@ -1,7 +1,5 @@
 """Kills at random moments."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers import chaos

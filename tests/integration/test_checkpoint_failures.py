@@ -1,7 +1,5 @@
 """A full disk, a corrupted checkpoint, an older attempt: one line, and nothing half-written."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from importlib.metadata import version

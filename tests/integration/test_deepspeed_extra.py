@@ -1,7 +1,5 @@
 """What `engine.deepspeed_extra` may add: losses stay as they are, and a resume is bitwise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

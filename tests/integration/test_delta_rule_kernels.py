@@ -1,7 +1,5 @@
 """Flash-linear-attention's kernels with their one configuration, in triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 
 from pretrain.kernels.flash_linear_attention import CONFIGURATIONS

@@ -1,7 +1,5 @@
 """`examples/demo.sh` with fewer steps, and commands on the run that it leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

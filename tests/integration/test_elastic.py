@@ -1,7 +1,5 @@
 """A run that resumes with other world sizes and ZeRO stages, again and again."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Ranks together: what is not finite on one of them, an error of rank 0, a rank that is stopped."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -5,8 +5,6 @@ repeated from the first save. Stages meet each precision, way to keep activation
 compilation; ZeRO-3, which partitions parameters, meets every model that is another to an engine.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from math import isnan
 from pathlib import Path

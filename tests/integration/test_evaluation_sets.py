@@ -1,7 +1,5 @@
 """Losses of several corpora while a run trains: in its metrics and in whatever shows them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A trained run, exported: bitwise the same logits, in all commands that read runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

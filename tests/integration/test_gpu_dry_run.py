@@ -1,7 +1,5 @@
 """What runs first on a GPU, dry: a step of each kind in its real process, tiny, on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

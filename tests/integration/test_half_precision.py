@@ -3,8 +3,6 @@
 On a CPU without fp16 a run is rejected, and every test here then asserts that.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A rank that stops running: the others do not wait forever, and write what they waited for."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

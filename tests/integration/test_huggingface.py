@@ -1,7 +1,5 @@
 """An export for Hugging Face, read by transformers itself: the same logits, text and tokens."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

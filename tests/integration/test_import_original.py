@@ -1,7 +1,5 @@
 """Weights of the original code and in Hugging Face's layout: same losses, nothing lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

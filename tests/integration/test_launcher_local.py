@@ -1,7 +1,5 @@
 """`launcher local` with real ranks: finished, out of memory, killed, stopped by Ctrl-C, refused."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -1,7 +1,5 @@
 """Checkpoints in a real S3 server: uploaded while a run trains, and resumed from elsewhere."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

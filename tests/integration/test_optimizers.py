@@ -1,7 +1,5 @@
 """LAMB and Muon under every ZeRO stage against plain torch, and their norms per layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 

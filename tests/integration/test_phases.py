@@ -1,7 +1,5 @@
 """Runs in three phases: another mixture, then more lanes; longer segments. Also killed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -2,8 +2,6 @@
 it is measured.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

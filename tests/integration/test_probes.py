@@ -1,7 +1,5 @@
 """`pretrain evaluate --probe`: the numbers, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

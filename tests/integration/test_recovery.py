@@ -1,7 +1,5 @@
 """Runs that recover from a poisoned document and restart in their process; and a slow rank."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Starts that stand still, and ends of one rank of several: nobody waits for them in silence."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The table of static costs: what engines read and send and what compiling saves is not worse."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

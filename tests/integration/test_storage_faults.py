@@ -2,8 +2,6 @@
 trained past it.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

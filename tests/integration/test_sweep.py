@@ -2,8 +2,6 @@
 losses; runs of other settings are nobody's cells; a trunk's branches equal runs trained alone.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

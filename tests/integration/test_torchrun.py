@@ -1,7 +1,5 @@
 """Ranks that torchrun starts, for each way to say where they meet, and starts again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

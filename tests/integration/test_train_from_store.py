@@ -2,8 +2,6 @@
 killed; resumed.
 """
 
-from __future__ import annotations
-
 import base64
 from functools import partial
 from pathlib import Path

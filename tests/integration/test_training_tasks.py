@@ -1,7 +1,5 @@
 """Tasks of lm-eval while a run trains, from local files."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

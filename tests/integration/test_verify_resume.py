@@ -1,7 +1,5 @@
 """`verify-resume` with other ranks, and that the comparison can fail."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

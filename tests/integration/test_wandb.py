@@ -1,7 +1,5 @@
 """A run on Weights & Biases: the library's own offline back end, across a kill and a resume."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The wheel, installed into its own environment and used from a directory without the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Under ZeRO-3 no rank builds a whole model, and yet each starts with the weights 
 What DeepSpeed's optimizers keep in real steps is what `describe` counts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

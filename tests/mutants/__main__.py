@@ -4,8 +4,6 @@ Each change is made in a copy of the project, so that nothing here is touched. T
 if the tests of one pass, which then do not hold what they are named for.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """The places that the list names are in the code, and the tests it names exist."""
 
-from __future__ import annotations
-
 from tests.mutants.__main__ import ROOT, mutants
 
 

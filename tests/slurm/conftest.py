@@ -1,7 +1,5 @@
 """One cluster of four hosts, one experiment and one undisturbed run for all tests here."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

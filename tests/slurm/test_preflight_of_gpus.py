@@ -1,7 +1,5 @@
 """`launcher preflight` on hosts whose stubbed GPUs fail at once, in several ways."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -6,8 +6,6 @@ looked at last. All is in one file, for one cluster to serve it; what needs anot
 while they train.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

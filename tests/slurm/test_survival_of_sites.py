@@ -1,8 +1,6 @@
 """What sites and people do to healthy runs: names, banners and limits changed, logs tidied, mounts
 and nodes that stand still. No run may end of it, or be started twice."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import sys

@@ -5,8 +5,6 @@ cluster, and a run that loses hosts in a third one. They are begun first and loo
 comes after test_survival.py, which looks at the undisturbed run while it runs.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A sweep as an array job, cancel and resume, and a preflight, on a real Slurm of four hosts."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

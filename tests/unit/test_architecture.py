@@ -2,8 +2,6 @@
 module.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """Tests pass in any checkout: one full of runs and corpora, one that nobody may write to."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

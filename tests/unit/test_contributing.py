@@ -1,7 +1,5 @@
 """What contributors and their tools read names commands, files and numbers that exist."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

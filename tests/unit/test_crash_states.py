@@ -1,7 +1,5 @@
 """Starts from what a power failure can leave on a disk, in a process of their own."""
 
-from __future__ import annotations
-
 import subprocess
 
 from foundation.programs import own_command

@@ -1,7 +1,5 @@
 """The lock files: every package has hashes, and users get nothing that only tests need."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every numeric setting has a range, and every command refuses what is out of it in one line."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,7 +1,5 @@
 """What runs first on a GPU: the yardstick, comparisons, processes, findings and the schedule."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

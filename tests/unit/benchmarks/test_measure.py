@@ -1,7 +1,5 @@
 """What all benchmarks share: fair turns, goals that can be missed, one report."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -1,7 +1,5 @@
 """The benchmarks of the model: baselines do the same work, and no promise is left out."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.model.training import training_step

@@ -1,7 +1,5 @@
 """The comparison with other code, without that code: arguments, processes, arithmetic, patches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

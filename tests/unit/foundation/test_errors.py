@@ -1,7 +1,5 @@
 """Every error of the operating system is one line and status 2; writers try again after some."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

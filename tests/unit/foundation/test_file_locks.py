@@ -1,7 +1,5 @@
 """Locks where the file system has them, and where `flock` fails."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """How this project starts its own programs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

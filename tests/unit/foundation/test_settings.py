@@ -1,7 +1,5 @@
 """Every setting is explained in one place, and names and numbers are taken as people write them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables are read as they were written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

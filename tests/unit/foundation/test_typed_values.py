@@ -1,7 +1,5 @@
 """Values of files are of the types that their readers expect, or refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The state that follows from a run's directory, also where it contradicts itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

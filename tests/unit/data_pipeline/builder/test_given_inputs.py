@@ -1,8 +1,6 @@
 """Data sets of others, text and tokens, written by the libraries that users write them with; and
 input that is not what was listed or promised: one line, and nothing is left of the build."""
 
-from __future__ import annotations
-
 import base64
 import bz2
 import gzip

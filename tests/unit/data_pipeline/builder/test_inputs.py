@@ -3,8 +3,6 @@
 With `format: auto` nothing is read as what it is not.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Data sets that list their own files, with one lost, one too many, and one of another version."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

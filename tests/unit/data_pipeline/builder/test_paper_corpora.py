@@ -3,8 +3,6 @@
 What the original makes of a file is computed here from its rules: words and line ends in order.
 """
 
-from __future__ import annotations
-
 import gzip
 import random
 import re

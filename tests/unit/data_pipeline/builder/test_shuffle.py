@@ -1,7 +1,5 @@
 """Builds that shuffle the documents of the training split."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import shutil

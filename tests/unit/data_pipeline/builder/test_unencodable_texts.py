@@ -1,7 +1,5 @@
 """Texts that a tokenizer of others has no ids for are rejects; the build goes on without them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

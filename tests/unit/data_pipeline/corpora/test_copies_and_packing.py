@@ -1,7 +1,5 @@
 """Copies of validation documents in the training split, and what packing would lose."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

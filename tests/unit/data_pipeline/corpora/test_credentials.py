@@ -1,7 +1,5 @@
 """Passwords and signatures in URLs: hidden in all text, refused in settings, named by reference."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lengths of documents in their own files: what is planned with them, who finds wrong ones."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

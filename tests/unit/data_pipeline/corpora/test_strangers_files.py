@@ -1,7 +1,5 @@
 """Files of strangers take no memory, time or address that their size does not show."""
 
-from __future__ import annotations
-
 import base64
 import json
 import mmap

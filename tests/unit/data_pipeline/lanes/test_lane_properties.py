@@ -1,7 +1,5 @@
 """Invariants of lanes for random corpora, numbers of lanes and ranks, and interruptions."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

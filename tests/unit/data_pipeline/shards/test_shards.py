@@ -1,7 +1,5 @@
 """Shards in both formats: written and read by their stock libraries, and by our own readers."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

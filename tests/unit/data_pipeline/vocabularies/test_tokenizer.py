@@ -1,7 +1,5 @@
 """Tokenizers, our own and those of other systems, compared with what their libraries give."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

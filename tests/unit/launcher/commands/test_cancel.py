@@ -1,7 +1,5 @@
 """`launcher cancel`, `signal` and `resume` where no Slurm has the run; with Slurm: tests/slurm."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The command lines of the launcher: what is wrong gets one line, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import pytest
 
 from foundation.settings import load_config

@@ -1,8 +1,6 @@
 """`launcher preflight` without ranks; with real ones: tests/integration, on real Slurm:
 tests/slurm."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What Slurm's commands print is read by one reader, whatever stands around and in the answers."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The first launches on GPUs that docs/launcher.md lists: what is found and named, row by row."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """What a job does when its site, its nodes or its own supervisor fails: only evidence about the run
 counts against the run, and every end is recorded."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

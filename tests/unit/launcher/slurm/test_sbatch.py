@@ -1,7 +1,5 @@
 """What a batch script makes of the values that go into it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every file of a checkpoint, damaged in every way: refused by name, and the one before is used."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

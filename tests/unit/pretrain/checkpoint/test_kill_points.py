@@ -6,8 +6,6 @@ What a run has learned is stood in for by one hash per lane over every token it 
 order: a token lost, doubled or given twice in another order changes it.
 """
 
-from __future__ import annotations
-
 import collections
 import hashlib
 import json

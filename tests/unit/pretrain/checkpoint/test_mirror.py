@@ -5,8 +5,6 @@ Also who may write to it, and what mirror.json keeps, deletes and accepts.
 A checkpoint here is one of `tests.helpers.checkpoints`, which verifies and which no model has.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The file that each rank saves: written without the library, read by it, by slices and lanes."""
 
-from __future__ import annotations
-
 import random
 import re
 import threading

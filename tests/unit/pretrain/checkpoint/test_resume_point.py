@@ -3,8 +3,6 @@
 A checkpoint here is one of `tests.helpers.checkpoints`, which verifies and which no model has.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import re

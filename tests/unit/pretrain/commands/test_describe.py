@@ -1,7 +1,5 @@
 """`pretrain describe` counts what a run costs; `pretrain new` writes one that trains as it is."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pretrain scale fit` on runs of a known law: answers, questions, refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

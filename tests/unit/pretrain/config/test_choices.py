@@ -1,7 +1,5 @@
 """Choices, settings of several names: each table has an entry for every name."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """A run's settings: what contradicts, what phases change, and what they mean from every place."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `describe` says a step needs, against what it took; what DeepSpeed is told of buckets."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

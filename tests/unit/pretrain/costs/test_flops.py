@@ -1,7 +1,5 @@
 """Parameters and FLOPs against published numbers, the built model, and PyTorch's own counter."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -1,7 +1,5 @@
 """What `describe` says a GPU needs, against all tensors alive in a pass on torch's meta device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

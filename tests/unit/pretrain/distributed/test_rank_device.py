@@ -1,7 +1,5 @@
 """Which GPU a rank takes, what is said where there are too few, and what lacks device memory."""
 
-from __future__ import annotations
-
 import os
 
 import deepspeed

@@ -1,7 +1,5 @@
 """Exchanges in log2(ranks) rounds: real gloo ranks, powers of two and others."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

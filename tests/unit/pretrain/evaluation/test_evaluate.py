@@ -1,7 +1,5 @@
 """Evaluation against forward passes, context lengths by their rule, and probes pair by pair."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The fused kernels compiled for three kinds of GPU: nothing is repeated, and all of it fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The fast CPU attention against attention written out distance by distance."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The fused kernels in triton's interpreter against float64, on odd sizes and every option."""
 
-from __future__ import annotations
-
 import sysconfig
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of tiles beside the fused kernels: used where it fits, else refused in one line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The table of limits, from both sides: every setting of a model is tried, also against the page.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import fields, replace

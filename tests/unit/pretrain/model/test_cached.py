@@ -1,7 +1,5 @@
 """Caching keys and values instead of hidden states changes nothing, nor with stretched angles."""
 
-from __future__ import annotations
-
 import cmath
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What `engine.compile` compiles: all layers share the code. static.json has what it saves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Dropout masks: a pure function of (seed, step, layer, site, lane), with the right probability."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

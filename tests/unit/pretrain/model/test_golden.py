@@ -1,7 +1,5 @@
 """The model against recorded vectors, an independent reimplementation and its own losses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What lanes carry from segment to segment, and gradients through it (gradient_segments)."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any

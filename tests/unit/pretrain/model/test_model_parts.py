@@ -1,7 +1,5 @@
 """Each part against its definition: positions, norms, feed-forward, compression, delta rule."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, get_args

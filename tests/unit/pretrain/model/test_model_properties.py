@@ -3,8 +3,6 @@
 They hold for every member of the family, and for models in which every two choices meet.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import combinations, product
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """The script of docs/python.md runs as it stands, on a model and a corpus of our own."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

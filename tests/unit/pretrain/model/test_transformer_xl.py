@@ -1,7 +1,5 @@
 """The model's contract: losses, memory, options, precision, checkpointing, initialization."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import cycle
 from typing import Any

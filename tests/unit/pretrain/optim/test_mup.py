@@ -4,8 +4,6 @@ The coordinate check of the paper's appendix D: after some steps, the mean absol
 each part returns is about the same at every width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Under ZeRO they are compared with plain torch in tests/integration/test_optimizers.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

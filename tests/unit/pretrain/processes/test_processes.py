@@ -1,7 +1,5 @@
 """A rank's device, the meeting of ranks, their threads, and what a hang leaves."""
 
-from __future__ import annotations
-
 import datetime
 import io
 import logging

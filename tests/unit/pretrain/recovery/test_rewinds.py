@@ -4,8 +4,6 @@ With `skip_grad_norm` below any norm the steps from 11 on are a spike: a run can
 its history of 10 steps is complete.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -3,8 +3,6 @@
 Whole crash states of runs and builds are in tests/crash_states.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """RUN@STEP, RUN@best and RUN@last on a command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

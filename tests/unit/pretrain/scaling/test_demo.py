@@ -1,7 +1,5 @@
 """`examples/scaling-demo.sh` as far as seconds allow: its text, every command but the training."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

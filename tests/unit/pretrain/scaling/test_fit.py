@@ -1,7 +1,5 @@
 """Fits of known laws: what they find, how certain, which is relied on, what is warned of."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Sweeps of rates, lengths and variants: plans, their table, best rates, pages; one for real."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

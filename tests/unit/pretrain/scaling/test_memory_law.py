@@ -1,7 +1,5 @@
 """The compute-optimal memory: a law over size, tokens and context, on runs of a known one."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Plans: legal shapes, whole steps that meet their budget, rates, machines, their sweep file."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Pages and figures that can be decoded: captions, labels apart, legends that cover nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

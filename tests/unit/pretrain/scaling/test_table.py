@@ -1,7 +1,5 @@
 """Files of runs: what is read, what is refused, what is left out and why."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
