@@ -44,10 +44,10 @@ class TokenizerTraits:
     """What a kind of tokenizer needs and allows."""
 
     has_model: bool = True  # a file; without one, the options say everything
-    is_made: bool = False  # from the text of a build, unless it is given
-    counts_all: bool = False  # of that text, and not a sample
-    is_list: bool = False  # of words: any file with one a line
-    joins: bool = True  # the texts of tokens, cut after a line end, join to the whole text
+    is_made: bool = False  # a build makes it from its text, unless one is given
+    counts_all: bool = False  # it is made from all of that text, not from a sample
+    is_list: bool = False  # any file given for it is a list of words, one a line
+    joins: bool = True  # cut after line ends and decoded part by part, tokens give the same text
 
 
 TRAITS: dict[TokenizerKind, TokenizerTraits] = {
@@ -92,7 +92,7 @@ class _Unknown:
 
 @functools.lru_cache(maxsize=1)  # the start of a library takes half a second
 def _vocabulary_of(kind: TokenizerKind, model: bytes, options_json: str) -> Vocabulary:
-    """Return what the tokens stand for; InvalidVocabulary or InvalidValue if that is wrong."""
+    """Return the vocabulary; InvalidVocabulary or InvalidValue if model or options are wrong."""
     options = json.loads(options_json)
     match kind:
         case "unigram" | "bpe":
@@ -120,9 +120,9 @@ def _vocabulary_of(kind: TokenizerKind, model: bytes, options_json: str) -> Voca
 class Tokenizer:
     """Encodes whole texts, without the `end_id` that ends a document.
 
-    That id never occurs in a text, except where it stands for `end_text`, as a line end among
-    words. The fingerprint, a hash of model and options, identifies the tokenizer. DataError, which
-    completes "FILE is ...", if model or options are wrong.
+    No text has that id inside, unless it stands for `end_text`: for words, it is each line end. The
+    fingerprint, a hash of kind, model and options, identifies the tokenizer. If these are wrong,
+    DataError has a message that completes "FILE is ...".
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Tokenizer:
     def encode_many(self, texts: Sequence[str], num_threads: int = 1) -> list[np.ndarray]:
         """Return one array of ids per text, equal for any number of threads; releases the GIL.
 
-        UnencodableText for a text with the end of a document inside, or without ids.
+        UnencodableText for a text that has the end of a document inside, or cannot be encoded.
         """
         encoded = [
             ids.astype(self.dtype, copy=False)
@@ -166,7 +166,7 @@ class Tokenizer:
         return encoded
 
     def checked(self, ids: np.ndarray, source: str) -> np.ndarray:
-        """Return ids that came as such; DataError if one is not of a text. `source` names them."""
+        """Return ids that were given instead of text; DataError names `source` if one is wrong."""
         if (largest := int(ids.max())) >= self.vocab_size:
             raise DataError(
                 f"{source} has the id {largest}, the vocabulary {self.vocab_size:,} ids; give the "
@@ -191,15 +191,15 @@ class Tokenizer:
         )
 
     def normalized(self, text: str) -> str:
-        """Return what a round trip should give: the text, or with words one space between them."""
+        """Return what encoding and decoding should give: the text; for words, single spaces."""
         return normalized_words(text) if isinstance(self.vocabulary, Words) else text
 
     def leaves_out_end_of(self, text: str) -> bool:
-        """Whether `encode` leaves out the end of a text, for which `end_id` stands."""
+        """Whether `encode` drops the last line end of the text, as for words (it is `end_id`)."""
         return isinstance(self.vocabulary, Words) and text.endswith(self.end_text)
 
     def text_sizes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return UTF-8 bytes and characters of text of each id, [V]; a text's are their sums.
+        """Return how many UTF-8 bytes, and how many characters, each id adds to a text, [V].
 
         A character that is encoded as bytes counts at its first byte. Ends of documents count 0,
         unless they stand for text.
@@ -240,7 +240,7 @@ class Tokenizer:
 
 
 def read_model(path: Path) -> bytes:
-    """Return the contents of a tokenizer's file, by others; DataError if unusual."""
+    """Return the bytes of a tokenizer file that others wrote; DataError if it cannot be one."""
     try:
         content = read_regular(path, LARGEST_MODEL_BYTES)
     except FileNotFoundError:

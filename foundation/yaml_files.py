@@ -16,13 +16,13 @@ from foundation.errors import ConfigError, did_you_mean, shown
 from foundation.files import YAML_SUFFIXES, read_regular
 
 Tree = dict[str, Any]
-# The project's configurations: a link to the top level's configs/, in a wheel the files themselves.
+# The shipped configurations: a link to the repository's configs/; in a wheel, the files themselves.
 SHIPPED = Path(__file__).parent / "configs"
 # Settings are small; what exceeds these is a mistake or an attack.
 LARGEST_YAML_BYTES = 1 << 20
 MOST_FILES = 64  # that one file extends, directly or not
 DEEPEST_NODE = 100
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half a character: no file name has them
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, a lone surrogate: no file name has them
 _OTHER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary")]
 MOST_NODES = 20_000  # names and values: twenty thousand are read in a second
 TOO_DEEP = "it is nested too deeply"
@@ -32,7 +32,7 @@ _DATE_TAG = "tag:yaml.org,2002:timestamp"  # 2026-11-28 is text here
 _INT_TAG = "tag:yaml.org,2002:int"
 # Numbers of YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text, 5:00 is 300 (base
 # 60), and 0300 is 192 (octal). Here 5:00 is text, and 0300 is refused: other readers disagree.
-# Each matches in one way only: others would take the square of the time.
+# Each can match a text in one way only: to try several would take quadratic time.
 _EXPONENT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$", re.ASCII)
 _FLOAT = re.compile(
     r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"
@@ -74,8 +74,8 @@ def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[in
     """Like `read_tree`; takes one from `remaining` for every file."""
     if next(remaining, None) is None:
         raise ConfigError(
-            f"{extended_by[0]} extends more than {MOST_FILES} files, counting a file each time; "
-            "extend fewer"
+            f"{extended_by[0]} extends more than {MOST_FILES} files, counting a repeated one "
+            "each time; extend fewer"
         )
     path = find_config(path)
     resolved = Path(os.path.realpath(path))  # a link to itself has no `resolve`
@@ -121,7 +121,7 @@ def parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
 
     try:
         tree = _load(text)
-    except (yaml.YAMLError, ValueError) as error:  # of a date or number that cannot be
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: also for an impossible date
         where = f"{path}{_place_of(error, text)}"
         problem = "" if is_extended else f": {_problem_of(error)}{_line_of(error, text)}"
         raise ConfigError(f"{where}: not valid YAML{problem}") from None
@@ -159,7 +159,7 @@ def _line_of(error: Exception, text: str) -> str:
 def _load(text: str) -> Any:
     """Return the value of a YAML text; ValueError if it is nested too deeply or has aliases.
 
-    Nine lists of nine aliases each are 81 aliases, and 400 million values.
+    Nine lists, each of nine aliases of the previous list, would expand to 400 million values.
     """
     import yaml
 

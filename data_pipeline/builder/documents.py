@@ -1,10 +1,10 @@
 """The documents of an input file of any format; text and JSON Lines are read here.
 
-A text file is a document, or holds many: a line each, articles of WikiText, or one long stream, as
-the data sets of language models were published. No word or character is added or lost: the parts
-of a stream join to it, and a line end between two documents of words is the end of the first
-(`end_text`), so the tokens of all documents in order are the file's, and one that ends the split of
-a stream.
+A text file is one document, or many: its lines, or articles of WikiText. Or it is one long stream,
+as language models' data sets were published, and is read in parts. Nothing is added or lost: parts
+join to the stream, and for a tokenizer of words the line end between two documents is the first
+one's end (`end_text`). So the tokens of all documents in order are the file's, and for a stream
+there is one more, which ends the split.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from foundation.files import named_errors, open_regular
 
 # The title of an article; titles of its sections have more equals signs.
 TITLE = re.compile(rb" ?= [^=].* = ?\r?\n?")
-STRETCH_BYTES = 100_000
+PART_BYTES = 100_000
 SPACES, LONGEST_WORD = re.compile(rb"[ \n]"), 1024
 REST_OF_CHARACTER = re.compile(rb"[\x80-\xbf]{0,3}")
 # The last character, which may not be whole.
@@ -68,7 +68,7 @@ def read_lines(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Reco
 
 
 def read_articles(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
-    """Yield a document for each title and what follows; blank lines in front are its own."""
+    """Yield a document for each title and what follows; the first has any blank lines in front."""
     lines: list[bytes] = []
     number, size = 1, 0
     for line in _lines(file):
@@ -110,10 +110,10 @@ def _lines(file: BinaryIO) -> Iterator[bytes | Reject]:
 
 
 def read_stream(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Records:
-    """Yield the file's stretch from `source.start` on in parts of about STRETCH_BYTES.
+    """Yield the file's stretch from `source.start` on in parts of about PART_BYTES.
 
-    They join to the stretch, and only the last does not continue. InvalidRecords for a byte that is
-    not UTF-8: 100 kB would be missing from one text.
+    They join to the stretch, and all but the last have `continues` set. InvalidRecords for a byte
+    that is not UTF-8: without its part, 100 kB would be missing inside the text.
     """
     start = source.start
     if not start and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
@@ -121,12 +121,12 @@ def read_stream(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Rec
     file.seek(start)
     left, offset, rest, has_any = source.size - start + source.start, start, b"", False
     while left:
-        block = file.read(min(STRETCH_BYTES, left))
+        block = file.read(min(PART_BYTES, left))
         left = left - len(block) if block else 0
         text = rest + block
         cut = _end_of_part(text) if left else len(text)
         part, rest = text[:cut], text[cut:]
-        if left and not part.strip():  # tokens of each part, also of words
+        if left and not part.strip():  # it might have no tokens
             rest = text
             continue
         try:
@@ -164,8 +164,8 @@ def stretches_of(source: SourceFile, config: CorpusConfig) -> Iterator[tuple[str
     refuse_packed(source)
     if end - held_out <= 0:
         raise ConfigError(
-            f"{source.path} has {source.size:,} bytes, expected a file with more than "
-            f"validation_fraction={config.validation_fraction:g} of it and "
+            f"{source.path} has {source.size:,} bytes, expected more than "
+            f"validation_fraction={config.validation_fraction:g} of them plus "
             f"test_bytes={config.test_bytes:,}"
         )
     end = _word_start(source, end)
@@ -176,7 +176,7 @@ def stretches_of(source: SourceFile, config: CorpusConfig) -> Iterator[tuple[str
 
 
 def _word_start(source: SourceFile, offset: int) -> int:
-    """Return the first offset from `offset` on where a word, or in a long one a character, is."""
+    """Return the first start of a word, or in a long word of a character, from `offset` on."""
     if offset == source.size:
         return offset
     with open(source.path, "rb") as file:

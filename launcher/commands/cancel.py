@@ -38,13 +38,13 @@ def add_signal_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return 0 when nothing of the run is running any more."""
+    """Return 0 once Slurm has been told to cancel the job; without one, once nothing runs here."""
     run_dir, slurm = RunDir(arguments.run), Slurm()
     state, job = _own_state(run_dir, slurm)
     if job:
-        try:  # before Slurm: what the job's ranks write while they end comes after this event
+        try:  # before Slurm cancels: the ranks' last events then follow this one
             run_dir.ledger.append(Canceled(job=job, step=state.step))
-        except OSError as error:  # a run that waits for its storage can be canceled
+        except OSError as error:  # a run whose storage fails can be canceled, too
             print(f"warning: not in the ledger: {os_error_text(error)}", file=sys.stderr)
         slurm.cancel(job)
         print(f"job {job} is canceled; {_way_back(state)}")
@@ -107,8 +107,8 @@ def _holders(run_dir: RunDir, state: RunState) -> list[Lock]:
 
 
 def refuse_other_jobs(live: Sequence[QueuedJob], work_dirs: Sequence[str]) -> None:
-    """Raise ConfigError unless these jobs work where the run's jobs do: Slurm, when its state is
-    lost, gives their numbers to others."""
+    """Raise ConfigError unless these jobs work in the directories of the run's jobs: after Slurm
+    has lost its state, other jobs may get the same numbers."""
     for job in live:
         if job.work_dir not in work_dirs:
             raise ConfigError(

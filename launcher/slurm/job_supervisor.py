@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="run directory")
     add_policy_arguments(parser)
     parser.add_argument(
-        "--spare-nodes", type=int, default=0, metavar="S", help="nodes of the job that only replace"
+        "--spare-nodes", type=int, default=0, metavar="S", help="nodes only to replace failed ones"
     )
     add_log_level_argument(parser)
 
@@ -83,8 +83,8 @@ class JobSupervisor:
     def __init__(self, path: Path, policy: RestartPolicy, num_spare: int, site: Site) -> None:
         self._path, self._policy, self._num_spare, self._site = path, policy, num_spare, site
         self._job, self._stop = ThisJob.from_environment(), StopSignals()
-        most = policy.attempts_without_progress
-        self._exit = JobExit(self._job, path, self._stop, most, site.slurm, site.clock)
+        most_attempts = policy.attempts_without_progress
+        self._exit = JobExit(self._job, path, self._stop, most_attempts, site.slurm, site.clock)
         # Of the latest attempt.
         self._step: Step | None = None
         self._ranks: SlurmRanks | None = None
@@ -105,7 +105,7 @@ class JobSupervisor:
                 return self._exit.end_after_error(error)
 
     def _train(self) -> int:
-        # For a cell of a sweep, too: its directory may have another user's run by now.
+        # By now another user's run may be in the directory, also where the run is a sweep's cell.
         refuse_foreign_run(self._path)
         # Until the run's own setting can be read, wait for storage as long as the default says.
         usual = self._retry(CheckpointConfig().storage_patience_seconds)
@@ -135,7 +135,7 @@ class JobSupervisor:
         """Wait for the ranks of a supervisor that was killed in this same start of the job.
 
         When the supervisor dies, a helper asks its ranks to save and stop (`SlurmRanks`). They get
-        as long as before a time limit (`signal_seconds`), then they are killed.
+        `signal_seconds` for it, as before the job's time limit; then they are killed.
         """
         lost = open_start(run_dir.ledger.read(), self._job.id)
         if lost is None or lost.restart != self._job.restart:
@@ -183,7 +183,7 @@ class JobSupervisor:
                     clock=site.clock,
                 ).run()
         except StartAgain as again:
-            # Without its nodes, the failure says nothing about them.
+            # If the job has lost its nodes, a failure does not mean that they are broken.
             if self._exit.is_allocated():
                 nodes = again.nodes
                 if self._step and again.rank is not None:

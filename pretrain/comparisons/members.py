@@ -1,6 +1,6 @@
 """What came out of a comparison: each member at its best rate, its losses, speed and probes.
 
-Losses are in nats per token of the validation split. S marks seeds.
+Losses are in nats per token of the validation split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MemberResult:
     """One member at its best rate; losses are of the validation split, in nats per token."""
 
     member: str
-    first: Row  # of its runs
+    first: Row  # one of its runs at that rate, for what all of them share
     seeds: Member  # its losses by seed
     is_edge: bool  # the best rate is the lowest or the highest one tried
     tokens_per_second: float  # the median of all runs of the member, of training alone
@@ -104,14 +104,14 @@ def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
 
 def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     """Say what the columns are, and what they rest on."""
-    first = results[0]
+    example = results[0]
     notes = [
-        f"every run trained for {flops_text(float(first.first.C))} FLOPs; losses are means over "
+        f"every run trained for {flops_text(float(example.first.C))} FLOPs; losses are means over "
         "seeds at the member's best rate, tokens/s the median of the member's runs",
         NOTE[0].lower() + NOTE[1:].removesuffix("."),
     ]
-    if distances := ", ".join(map(str, first.probed("needle"))):
-        chance = first.probes[f"{PROBED}chance"]
+    if distances := ", ".join(map(str, example.probed("needle"))):
+        chance = example.probes[f"{PROBED}chance"]
         notes.append(f"needle: accuracy over distances of {distances}; chance is {chance:.1%}")
     if any(result.is_edge for result in results):
         notes.append("a star marks the lowest or highest rate: a better one may lie beyond it")

@@ -29,7 +29,7 @@ from pretrain.model.visibility import Visibility
 class ScoreTerms:
     """What softmax gets besides products of queries and keys: terms of the distance, and sinks.
 
-    Of the distance there are the paper's encodings, a bias, or nothing.
+    For the distance it gets the paper's encodings, or a bias, or nothing.
     """
 
     position_CNH: Tensor | None = None  # W_R R
@@ -88,7 +88,7 @@ def sdpa_attention(
     visibility: Visibility,
     dropout: WeightDropout,
 ) -> Tensor:
-    """Attend with torch's kernels: FlashAttention on a GPU, which any tensor as mask rules out."""
+    """Attend with torch's kernels: on a GPU FlashAttention, which accepts no tensor as a mask."""
     from torch.nn.attention.bias import causal_lower_right  # loads Triton's language
 
     assert all(tensor is None for tensor in vars(terms).values())
@@ -98,18 +98,18 @@ def sdpa_attention(
     key_BCGH, value_BCGH = _joined(parts).unbind(2)
     N, H = query_BLNH.shape[2:]
     inputs = [tensor.transpose(1, 2) for tensor in (query_BLNH, key_BCGH, value_BCGH)]
-    if H % 8:  # FlashAttention's widths are multiples of 8; torch would pad beyond the hooks below
+    if H % 8:  # as FlashAttention needs; if torch padded, the hooks below would be on its slice
         inputs = [pad(tensor, (0, -H % 8)) for tensor in inputs]
     query, key, value = inputs
     mask = causal_lower_right(visibility.num_queries, visibility.num_keys)
     grouped = key_BCGH.shape[2] < N
-    # Memory-efficient attention groups no queries with this mask; cuDNN's has no fixed order.
+    # Memory-efficient attention cannot group queries with this mask; cuDNN sums in varying order.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         read_BNLH = scaled_dot_product_attention(
             query, key, value, mask, scale=H**-0.5, enable_gqa=grouped
         )
     if torch.is_deterministic_algorithms_warn_only_enabled() and read_BNLH.grad_fn is not None:
-        # FlashAttention's backward pass sums in a fixed order only where others would be errors.
+        # FlashAttention's backward pass sums in a fixed order only without warn_only.
         read_BNLH.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
         read_BNLH.grad_fn.register_hook(
             lambda *_: torch.use_deterministic_algorithms(True, warn_only=True)

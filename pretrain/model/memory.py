@@ -9,7 +9,7 @@ parts of a layer, or lanes. Lanes are the first dimension of every tensor.
                     compressed_documents [B, K], documents
     memory tokens   before the first part of documents: memory_tokens [B, X, D]
 
-The last row of every part is the lane's last token's. `documents` has each row's document, int32,
+Rows are in the order of the text, the latest last. `documents` has each row's document, int32,
 relative to the last row's: 0 is the same document, -1 the previous one. All lanes have the same
 number of rows. A layer with attention remembers its inputs for the last M tokens of each lane
 (section 3.2 of the paper). M grows from 0 to the memory length; with compression, up to rate - 1
@@ -61,7 +61,7 @@ class MemoryLayout:
         return tuple(_empty(part, num_lanes, like) for part in self.parts.layers[layer])
 
     def usable(self, memory: Memory | None, num_lanes: int, like: Tensor) -> Carried:
-        """Return the parts that the next segment reads, each cut to its full length."""
+        """Return the parts that the next segment reads, each cut to its largest length."""
         if memory is None or self.parts.is_forgotten:
             memory = self.empty(num_lanes, like)
         assert len(memory) == len([*self.parts]), (len(memory), len([*self.parts]))
@@ -143,7 +143,7 @@ class MemoryLayout:
 
 
 def num_rows(memory: Memory | None) -> int:
-    """Return M, the most rows of a layer that are not compressed."""
+    """Return M, the rows that are not compressed, of the layer that has the most."""
     return memory[-1].shape[1] if memory else 0
 
 

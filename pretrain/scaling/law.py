@@ -1,9 +1,9 @@
 """Approach 3: L(N, D) = E + A/N^alpha + B/D^beta, its Huber fit, and the optimum it implies.
 
 The objective is the sum over runs of Huber_delta(ln L(N, D) - ln loss): relative errors, and a run
-that went wrong pulls with bounded force. A mean of such small numbers would be below a solver's
-default tolerance far from the optimum. There are several minima: on a grid over the exponents the
-best E, A, B >= 0 are a linear problem, and L-BFGS goes from the best cells to the lowest minimum.
+that went wrong pulls with bounded force. It is no mean: at values so small a solver with default
+tolerances stops far from the optimum. There are several minima, so L-BFGS starts from the best
+cells of a grid over the exponents, where the best E, A, B >= 0 are a linear problem.
 
 Legend: P points; G estimates, each without one group. Inside a fit a law is theta = (ln E, ln A,
 ln B, alpha, beta), since A and B span many orders of magnitude. Sources: Hoffmann et al. 2022,
@@ -29,16 +29,16 @@ FEWEST_POINTS = 6  # five numbers and one point to contradict them
 EXPONENTS = np.geomspace(0.03, 1.5, 14)  # of the grid
 STARTS = 3
 MOST_STARTING = 1000  # runs that the grid is evaluated on
-SMALLEST_TERM = 1e-6  # of the mean loss: where the linear problem finds a term to be 0
+SMALLEST_TERM = 1e-6  # of the mean loss: replaces a term of 0, which has no logarithm
 DETERMINED = 1e-3  # of a loss: a term below this in every run is not determined
 TIED = np.vstack([np.eye(4), [0, 0, 0, 1]])  # from (ln E, ln A, ln B, alpha) to theta
 FREE = np.eye(5)
-# Where they differ, its interval of the loss held the truth in 85% of 105 sweeps (make coverage).
-NOT_HELD = "it assumes equal exponents, and does not know how far they differ"
-MOST_FITTED = 60_000  # runs in all fits without a group of them: some seconds
-CLUSTERED = 0.05  # chance of errors that differ between budgets as much
-TOLERATED = 2.5  # standard deviations, more than which no error counts for the noise
-STEEPEST = 8.0  # exponent: of runs that follow no law it would grow without an end
+# If the exponents differ, its 95% interval held the true loss in 85% of 105 sweeps (make coverage).
+WHY_NO_INTERVAL = "it assumes equal exponents, and does not know how far they differ"
+MOST_FITTED = 60_000  # runs of all fits that leave out a group, added up: some seconds
+CLUSTERED = 0.05  # p-value of an F-test, below which runs of a budget err alike
+TOLERATED = 2.5  # standard deviations: a larger error counts as this large
+STEEPEST = 8.0  # exponent: for runs that follow no law it would grow without bound
 SMALLEST_LOGARITHM = -50.0  # of a term where a fit starts
 
 
@@ -165,11 +165,11 @@ class ParametricFit:
     def left_out(
         self, points: Points, flops_law: FlopsLaw, *, by_budget: bool = False
     ) -> list[LawLine]:
-        """The lines without each group of budgets, or unless `by_budget` of runs where many budgets
-        share nothing; DataError where they give no interval.
+        """The lines of refits, each without one group of budgets, or of runs where the runs of a
+        budget do not err alike, unless `by_budget`. DataError where that gives no interval.
         """
         if self.is_tied:
-            raise DataError(NOT_HELD)
+            raise DataError(WHY_NO_INTERVAL)
         if len(points.budgets) < FEWEST_GROUPS:
             raise DataError(f"{len(points.budgets)} budgets; an interval needs {FEWEST_GROUPS}")
         group_P = groups_of(points.budget_P)
@@ -180,7 +180,7 @@ class ParametricFit:
         return [LawLine(refit(self.law, rest), flops_law) for rest in rests]
 
     def _do_budgets_differ(self, points: Points) -> bool:
-        """Whether the errors of a budget's runs are alike, which few budgets cannot rule out."""
+        """Whether runs of one budget err alike, by an F-test; True with too few budgets for it."""
         from scipy.special import fdtrc
 
         _, budget_P, count_B = np.unique(points.budget_P, return_inverse=True, return_counts=True)
@@ -242,8 +242,8 @@ def refit(start: Law, points: Points) -> Law:
 
 
 def _centered(points: Points) -> tuple[Array, tuple[Array, Array, Array]]:
-    """The means of ln N and ln D, and ln N, ln D without them and ln loss: then A and B are near 1
-    and hardly depend on the exponents.
+    """Return the means of ln N and ln D; then ln N and ln D minus these means, and ln loss. Then A
+    and B are near 1 and hardly depend on the exponents.
     """
     logs = np.log([points.parameters_P, points.tokens_P, points.loss_P])
     center = logs[:2].mean(axis=1)

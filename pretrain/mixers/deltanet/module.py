@@ -19,7 +19,7 @@ from pretrain.model.recurrent_parts import convolved, sigmoid, softplus, tail_of
 
 
 class GatedDeltaNet(nn.Module):
-    """Reads and updates a state [H, X] per head by the gated delta rule; no norm, no residual.
+    """Reads and updates a state [H, X] per head by the gated delta rule; no residual, no pre-norm.
 
     Queries, keys and values pass a causal convolution of each channel over four tokens, and SiLU.
     Queries and keys then have norm 1. With the rates alpha and beta of each token and head
@@ -30,7 +30,7 @@ class GatedDeltaNet(nn.Module):
     """
 
     kind = "deltanet"
-    by_channel = False  # A has a head's channels decay alike
+    by_channel = False  # whether each channel of a head decays at its own rate
     activate_gate = staticmethod(silu)
 
     def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel = "auto") -> None:
@@ -71,10 +71,10 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output [B, L, D], and state and tail after the segment.
 
-        The tail is what the convolution still reads of the last three tokens. With documents,
-        counted from the token before the segment, nothing of an earlier one is read.
+        The tail is what the convolution still reads of the last three tokens. With
+        `documents_BL` (0: of the token before the segment) no token reads an earlier document.
         """
-        # The gates, too: a product with as few columns as heads is rounded by the number of lanes.
+        # One product: rounding of one with so few columns as the gates would depend on the lanes.
         weights = (self.query_weight, self.key_weight, self.value_weight)
         weights += (self.decay_weight, self.write_weight)
         projected_BLX = linear(segment_BLD, torch.cat(weights))
@@ -102,11 +102,11 @@ class GatedDeltaNet(nn.Module):
     def _delta_inputs(
         self, mixed_BLY: Tensor, decay_BLN: Tensor, write_BLN: Tensor, documents_BL: Tensor | None
     ) -> DeltaInputs:
-        """Return what the delta rule computes with, the gates in float32 or wider."""
-        exact = torch.promote_types(mixed_BLY.dtype, torch.float32)
+        """Return what the delta rule computes with, decay and write in float32 or wider."""
+        gate_dtype = torch.promote_types(mixed_BLY.dtype, torch.float32)
         keys = self.query_weight.shape[0]
         query, key, value = mixed_BLY.split([keys, keys, self.value_weight.shape[0]], dim=-1)
-        rate_N, bias_N = self.decay_rate.to(exact), self.decay_bias.to(exact)
+        rate_N, bias_N = self.decay_rate.to(gate_dtype), self.decay_bias.to(gate_dtype)
         query_BLNH, key_BLNH = (
             vectors.unflatten(-1, (-1, self._head_width)) for vectors in (query, key)
         )
@@ -115,17 +115,17 @@ class GatedDeltaNet(nn.Module):
                 vectors.repeat_interleave(self._heads_per_key, dim=2)
                 for vectors in (query_BLNH, key_BLNH)
             )
-        gates, rate = softplus(decay_BLN.to(exact) + bias_N), rate_N.exp()
+        strength, rate = softplus(decay_BLN.to(gate_dtype) + bias_N), rate_N.exp()
         if self.by_channel:
-            gates, rate = gates.unflatten(-1, (-1, self._head_width)), rate[:, None]
-        write_BLN = sigmoid(write_BLN.to(exact))
+            strength, rate = strength.unflatten(-1, (-1, self._head_width)), rate[:, None]
+        write_BLN = sigmoid(write_BLN.to(gate_dtype))
         if self._largest_write != 1.0:
             write_BLN = write_BLN * self._largest_write
         return DeltaInputs(
             query_BLNH=query_BLNH,
             key_BLNH=key_BLNH,
             value_BLNX=value.unflatten(-1, (-1, self._value_width)),
-            log_decay_BLN=-rate * gates,
+            log_decay_BLN=-rate * strength,
             write_BLN=write_BLN,
             documents_BL=documents_BL,
         )
