@@ -11,7 +11,6 @@ import gc
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 
 from data_pipeline.lanes.segment_batch import SegmentBatch
 from foundation.settings import parse_config
-from pretrain.config.run import DataConfig, ModelConfig, RunConfig, accumulation_steps
+from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.distributed.world import World, destroy_process_group, init_world
 from pretrain.model.memory import Memory
 from pretrain.run import build_engine
@@ -35,6 +34,7 @@ def measured_peak(run: RunConfig, world: World) -> int:
     On a machine short of memory the kernel drops pages of libraries meanwhile, which would count
     as memory that the run does not need: then it is measured again, unless they are few.
     """
+    take_steps(run, world)  # what libraries keep for themselves from the first use on
     for _ in range(ATTEMPTS):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -68,11 +68,6 @@ def main() -> None:
     runs = [parse_config(RunConfig, tree, "settings") for tree in json.loads(sys.argv[1])]
     torch.set_num_threads(1)
     world = init_world()
-    tiny = ModelConfig(vocab_size=50, num_layers=1, d_model=16, num_heads=2, memory_length=8)
-    for run in runs:  # what the libraries keep for themselves from the first use on
-        model = replace(tiny, positions=run.model.positions)
-        data = DataConfig(lanes=run.data.lanes, segment_length=8)
-        take_steps(replace(run, model=model, data=data), world)
     print(json.dumps([measured_peak(run, world) for run in runs]))
     destroy_process_group()
 
