@@ -191,13 +191,8 @@ class _Parser(argparse.ArgumentParser):
 
 def add_prefix(parser: argparse.ArgumentParser) -> None:
     """Define the argument of every command that explains settings."""
-    parser.add_argument(
-        "prefix",
-        nargs="?",
-        default="",
-        metavar="PREFIX",
-        help="a setting, a section or a part of a name (default: all settings)",
-    )
+    words = "a setting, a section or a part of a name (default: all settings)"
+    parser.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help=words)
 
 
 def add_experiment(parser: argparse.ArgumentParser, words: str = "experiment file (YAML)") -> None:

@@ -47,13 +47,9 @@ class RestartPolicy:
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the options of every command that restarts runs."""
-    parser.add_argument(
-        "--attempts-without-progress",
-        type=int,
-        default=RestartPolicy.attempts_without_progress,
-        metavar="K",
-        help="give up after K attempts in a row without a newer checkpoint (default %(default)s)",
-    )
+    most, name = RestartPolicy.attempts_without_progress, "--attempts-without-progress"
+    words = "give up after K attempts in a row without a newer checkpoint (default %(default)s)"
+    parser.add_argument(name, type=int, default=most, metavar="K", help=words)
 
 
 def requested_policy(arguments: argparse.Namespace) -> RestartPolicy:

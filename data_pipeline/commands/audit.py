@@ -69,16 +69,11 @@ def audit_steps(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `data-pipeline audit`."""
-    add = parser.add_argument
+    add, tokens = parser.add_argument, size_of("tokens")
     add("directory", type=Path, help=CORPUS_HELP)
     add("--lanes", type=int, default=16, help="lanes of the run (default 16)")
     add("--seed", type=int, default=1, help="seed of the run (default 1)")
-    add(
-        "--segment-length",
-        type=size_of("tokens"),
-        default=64,
-        help="tokens of a lane per step (default 64)",
-    )
+    add("--segment-length", type=tokens, default=64, help="tokens of a lane per step (default 64)")
     steps = "steps since the lanes started, without END (default: the first)"
     add("--steps", type=_steps, default=range(1), metavar="FIRST:END", help=steps)
     add("--lane", type=int, help="only this lane")

@@ -33,18 +33,14 @@ TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `data-pipeline build`."""
-    words = "settings file, and overrides of its settings, in any order"
-    parser.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=value", help=words)
-    parser.add_argument("--input", nargs="+", action="extend", metavar="PATH", help="text to read")
-    parser.add_argument("--output", metavar="DIR", help="folder of the new corpus")
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--processes", type=int, metavar="N", help="build N parts in parallel and merge them"
-    )
-    group.add_argument(
-        "--part", type=_part, metavar="I/N", help="build only part I of N, as an array job's task"
-    )
-    group.add_argument("--merge", type=int, metavar="N", help="merge the N parts of such a job")
+    add, words = parser.add_argument, "settings file, and overrides of its settings, in any order"
+    add("settings", nargs="*", metavar="CONFIG.yaml | a.b=value", help=words)
+    add("--input", nargs="+", action="extend", metavar="PATH", help="text to read")
+    add("--output", metavar="DIR", help="folder of the new corpus")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--processes", type=int, metavar="N", help="build N parts in parallel and merge them")
+    add("--part", type=_part, metavar="I/N", help="build part I of N, as an array job's task")
+    add("--merge", type=int, metavar="N", help="merge the N parts of such a job")
 
 
 def run(arguments: argparse.Namespace) -> int:

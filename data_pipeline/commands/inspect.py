@@ -23,12 +23,11 @@ SAMPLE_TOKENS = 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `data-pipeline inspect`."""
-    parser.add_argument("directory", type=Path, help=CORPUS_HELP)
-    parser.add_argument("--lanes", type=int, help="lanes of a run (default 16, or what fits)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the run (default 1)")
-    parser.add_argument(
-        "--packing", type=int, metavar="T", help="what samples of T tokens would lose of it"
-    )
+    add = parser.add_argument
+    add("directory", type=Path, help=CORPUS_HELP)
+    add("--lanes", type=int, help="lanes of a run (default 16, or what fits)")
+    add("--seed", type=int, default=1, help="seed of the run (default 1)")
+    add("--packing", type=int, metavar="T", help="what samples of T tokens would lose of it")
 
 
 def run(arguments: argparse.Namespace) -> int:

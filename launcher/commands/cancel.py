@@ -30,11 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_signal_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher signal`."""
     add_arguments(parser)
-    parser.add_argument(
-        "request",
-        choices=("save", "stop", "evaluate"),
-        help="save or evaluate after this step and train on, or save and stop",
-    )
+    words = "save or evaluate after this step and train on, or save and stop"
+    parser.add_argument("request", choices=("save", "stop", "evaluate"), help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,14 +15,9 @@ from pretrain.terminal.log import add_log_level_argument, set_up_logging
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher local`."""
     add_experiment(parser)
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="processes on this machine (default %(default)s)"
-    )
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        help="run directory; resumed if it contains this run (default runs/NAME)",
-    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=1, help="processes on this machine (default %(default)s)")
+    add("--run-dir", type=Path, help="resumed if it contains this run (default runs/NAME)")
     add_policy_arguments(parser)
     add_from_step(parser)
     add_log_level_argument(parser)

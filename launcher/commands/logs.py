@@ -33,24 +33,13 @@ _NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher logs`."""
-    parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
-    parser.add_argument("--rank", type=int, help="which rank (default 0; with --errors all)")
-    parser.add_argument(
-        "--attempt", type=int, metavar="N", help="which attempt (default: the latest)"
-    )
-    parser.add_argument(
-        "--errors", action="store_true", help="only errors and stacks, of ranks, srun and the job"
-    )
-    parser.add_argument(
-        "--lines",
-        type=int,
-        default=50,
-        metavar="N",
-        help="the last N lines; 0: all (default %(default)s)",
-    )
-    parser.add_argument(
-        "--follow", action="store_true", help="keep printing new lines until the run ends or Ctrl-C"
-    )
+    add = parser.add_argument
+    add("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
+    add("--rank", type=int, help="which rank (default 0; with --errors all)")
+    add("--attempt", type=int, metavar="N", help="which attempt (default: the latest)")
+    add("--errors", action="store_true", help="only errors and stacks, of ranks, srun and the job")
+    add("--lines", type=int, default=50, metavar="N", help="the last N (default 50); 0: all")
+    add("--follow", action="store_true", help="print new lines until the run ends or Ctrl-C")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -31,12 +31,9 @@ def run_settings(arguments: argparse.Namespace) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher new-cluster`."""
-    parser.add_argument(
-        "cluster", type=Path, metavar="CLUSTER.yaml", help="file to write; must not exist"
-    )
-    parser.add_argument(
-        "--partition", metavar="NAME", help="partition to describe (default: Slurm's default)"
-    )
+    add = parser.add_argument
+    add("cluster", type=Path, metavar="CLUSTER.yaml", help="file to write; must not exist")
+    add("--partition", metavar="NAME", help="partition to describe (default: Slurm's default)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -61,27 +61,16 @@ _NOT_OF_SRUN = ("requeue", "no-requeue", "export-file")  # options that only sba
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher preflight`."""
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument(
-        "--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)"
-    )
-    place.add_argument("--local", action="store_true", help="only this machine")
-    parser.add_argument(
-        "--nodes",
-        default="2",
-        metavar="N|N+S",
-        help="with --cluster: nodes; of 4+1, with a spare one, all 5 (default %(default)s)",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=gpus_here() or 2,
-        help="with --local: number of ranks (default: one per GPU, or 2)",
-    )
-    parser.add_argument(
-        "--directory", type=Path, default=Path("."), help="disk to measure; all nodes must see it"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    add, here = parser.add_mutually_exclusive_group(required=True).add_argument, Path(".")
+    add("--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)")
+    add("--local", action="store_true", help="only this machine")
+    add, ranks = parser.add_argument, gpus_here() or 2
+    words = "with --cluster: nodes; of 4+1, with a spare one, all 5 (default %(default)s)"
+    add("--nodes", default="2", metavar="N|N+S", help=words)
+    words = "with --local: number of ranks (default: one per GPU, or 2)"
+    add("--ranks", type=int, default=ranks, help=words)
+    add("--directory", type=Path, default=here, help="disk to measure; all nodes must see it")
+    add("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,19 +15,11 @@ from pretrain.sweeps.cell_runs import find_runs, runs_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher status`."""
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        type=run_path,
-        metavar="RUN",
-        help="runs, their names in runs/, sweeps or folders of runs (default: all of --runs-dir)",
-    )
-    parser.add_argument(
-        "--runs-dir", type=Path, default=RUNS, help="folder of all runs (default %(default)s)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object per run and line, for scripts"
-    )
+    add = parser.add_argument
+    words = "runs, their names in runs/, sweeps or folders of runs (default: all of --runs-dir)"
+    add("runs", nargs="*", type=run_path, metavar="RUN", help=words)
+    add("--runs-dir", type=Path, default=RUNS, help="folder of all runs (default %(default)s)")
+    add("--json", action="store_true", help="one JSON object per run and line, for scripts")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -37,26 +37,15 @@ from pretrain.rundir.run_dir import RunDir
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher submit`."""
     add_experiment(parser)
-    parser.add_argument(
-        "--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)"
-    )
-    parser.add_argument(
-        "--nodes",
-        default="1",
-        metavar="N|A:B|N+S",
-        help="nodes; 4:16 takes what is free, 4+1 has a spare one (default 1)",
-    )
-    parser.add_argument("--name", help="name of the run (default: the experiment's)")
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        help="run directory, on a disk that all nodes share (default runs/NAME)",
-    )
+    add = parser.add_argument
+    add("--cluster", type=Path, required=True, help="cluster file (configs/clusters/*.yaml)")
+    words = "nodes; 4:16 takes what is free, 4+1 has a spare one (default 1)"
+    add("--nodes", default="1", metavar="N|A:B|N+S", help=words)
+    add("--name", help="name of the run (default: the experiment's)")
+    add("--run-dir", type=Path, help="on a disk that all nodes share (default runs/NAME)")
     add_policy_arguments(parser)
     add_from_step(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the batch script; write and submit nothing"
-    )
+    add("--dry-run", action="store_true", help="print the batch script; write and submit nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:

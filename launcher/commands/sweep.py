@@ -49,10 +49,9 @@ PROGRAM = Program(
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="sweep file")
-    parser.add_argument(
-        "--runs-dir", type=Path, help="parent of the cells' run directories (default runs/SWEEP)"
-    )
+    add = parser.add_argument
+    add("sweep", type=Path, metavar="SWEEP", help="sweep file")
+    add("--runs-dir", type=Path, help="parent of the cells' run directories (default runs/SWEEP)")
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,15 +63,12 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher sweep submit`."""
     _add_sweep(parser)
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument("--local", action="store_true", help="on this machine")
-    words = "on Slurm: cluster file (configs/clusters/*.yaml)"
-    place.add_argument("--cluster", type=Path, help=words)
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--local", action="store_true", help="on this machine")
+    add("--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)")
     add = parser.add_argument
-    words = "cells at a time (default: 1 on this machine, all on a cluster)"
-    add("-j", "--jobs", type=int, help=words)
-    words = "with --local: ranks of each cell (default %(default)s)"
-    add("--ranks", type=int, default=1, help=words)
+    add("-j", "--jobs", type=int, help="cells at a time (default: here 1, on a cluster all)")
+    add("--ranks", type=int, default=1, help="with --local: ranks of each cell (default 1)")
     words = "with --cluster: nodes of each cell; 1:4 gives each the fewest that it needs"
     add("--nodes", default="1", metavar="N|A:B", help=words)
     words = "print the batch scripts, or with --local the cells in order; start nothing"

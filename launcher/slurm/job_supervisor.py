@@ -50,9 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher batch`."""
     parser.add_argument("run_dir", type=Path, help="run directory")
     add_policy_arguments(parser)
-    parser.add_argument(
-        "--spare-nodes", type=int, default=0, metavar="S", help="nodes only to replace failed ones"
-    )
+    words = "nodes only to replace failed ones"
+    parser.add_argument("--spare-nodes", type=int, default=0, metavar="S", help=words)
     add_log_level_argument(parser)
 
 

@@ -92,12 +92,8 @@ class Past:
 
 def add_from_step(parser: argparse.ArgumentParser) -> None:
     """Define `--from-step`: the user gives up all later steps of the run."""
-    parser.add_argument(
-        "--from-step",
-        type=int,
-        metavar="N",
-        help="resume from step N though the run has saved later ones; 0: from the beginning",
-    )
+    words = "resume from step N though the run has saved later ones; 0: from the beginning"
+    parser.add_argument("--from-step", type=int, metavar="N", help=words)
 
 
 def newest(facts: Iterable[Fact], *destinations: Destination) -> int:

@@ -30,11 +30,8 @@ LINE_START = re.compile(
 
 def add_log_level_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--log-level`."""
-    parser.add_argument(
-        "--log-level",
-        choices=LEVELS,
-        help=f"least severe level to log (default: ${LEVEL_VARIABLE}, else info)",
-    )
+    words = f"least severe level to log (default: ${LEVEL_VARIABLE}, else info)"
+    parser.add_argument("--log-level", choices=LEVELS, help=words)
 
 
 def set_up_logging(who: str, level: str | None = None) -> None:
