@@ -4,8 +4,6 @@ The lowest of the three packages: imports neither torch, pretrain nor launcher. 
 for use from Python (docs/python.md); they are imported when they are first used.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

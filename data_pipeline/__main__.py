@@ -1,7 +1,5 @@
 """`python -m data_pipeline` is `data-pipeline`."""
 
-from __future__ import annotations
-
 import sys
 
 from data_pipeline.cli import main

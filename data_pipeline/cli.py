@@ -1,7 +1,5 @@
 """`data-pipeline build | verify | ...`: its commands."""
 
-from __future__ import annotations
-
 from foundation.interruption import ExitWhenInterrupted
 
 with ExitWhenInterrupted():

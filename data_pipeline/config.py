@@ -3,8 +3,6 @@
 They stand apart from the code that uses them because reading settings must not import numpy.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ send any secret of the environment to a host of theirs.
 Errors and logs go through `redacted`, so that no module has to think of it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

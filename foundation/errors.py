@@ -1,7 +1,5 @@
 """Errors that a user can cause. A command reports them on one line, with exit status 2."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

@@ -4,8 +4,6 @@ A run, a corpus or an export is written through `atomic_write`, `append_whole`, 
 `move` alone: contents and names are on disk when they return, in this order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -3,8 +3,6 @@
 Imports next to nothing itself: what is imported before the block starts is not covered.
 """
 
-from __future__ import annotations
-
 import sys
 
 EXIT_INTERRUPTED = 130

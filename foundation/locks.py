@@ -5,8 +5,6 @@ There a warning says so, and nothing keeps a second process out; of two attempts
 one then finds that it is fenced off.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

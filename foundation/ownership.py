@@ -1,7 +1,5 @@
 """Owners of files and directories: what this user executes or trusts must be their own."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Paths and names: of files, of what lies below a directory, and URLs in their place."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

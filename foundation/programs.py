@@ -7,8 +7,6 @@ Inside a Slurm job it is no better: on a node that does not see the job's direct
 programs in /tmp, where everybody can put modules.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

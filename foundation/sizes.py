@@ -1,7 +1,5 @@
 """Sizes and counts as people write them: 4k lanes, 10M parameters, 2GiB."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable

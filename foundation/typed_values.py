@@ -5,8 +5,6 @@ one of the types below. The only module that imports pydantic, and late: program
 should start fast. Its errors are translated here alone.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """`launcher local | submit | ...`: its commands. Torch-free: it starts at once on a login node."""
 
-from __future__ import annotations
-
 from foundation.interruption import ExitWhenInterrupted
 
 with ExitWhenInterrupted():

@@ -1,7 +1,5 @@
 """Finds the lines of a log that report an error, whichever program wrote them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """A run on this machine, under the supervisor."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The policy of restarts: what follows an attempt, and when. Pure: no processes, no clocks."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 from collections.abc import Sequence

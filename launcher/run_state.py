@@ -1,7 +1,5 @@
 """The state of a run, a row of `launcher status`: from its directory, corrected by Slurm's data."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """The status of a run that follows from its directory alone. `infer_status` is pure, without files
 or clocks; Slurm may know better: run_state.py."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import time

@@ -1,7 +1,5 @@
 """Tables of the states of runs, and of the cells of a sweep, for a terminal."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Its caller passes how to start ranks: on this machine, or as a step of a Slurm job.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A sweep's cells: their states and tables, and how they run: here, or as Slurm array jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -4,8 +4,6 @@ The names below are for use from Python (docs/python.md). They are imported when
 used: `import pretrain` loads neither torch nor DeepSpeed.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """The console script `pretrain`: its commands, and how its process exits."""
 
-from __future__ import annotations
-
 from foundation.interruption import ExitWhenInterrupted
 
 with ExitWhenInterrupted():

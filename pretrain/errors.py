@@ -1,7 +1,5 @@
 """Errors of runs and their checkpoints that a user can cause. Torch-free."""
 
-from __future__ import annotations
-
 from foundation.errors import UserError
 
 

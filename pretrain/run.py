@@ -6,8 +6,6 @@ from the latest checkpoint. So there is one way to continue, which every test of
 nothing of the old engine or lanes can leak into what follows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """The training loop alone; `pretrain/run.py` builds the objects that it uses."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -9,8 +9,6 @@ last), build.json, and rejects.jsonl if any record was unusable. The build is de
 be killed at any moment: the same call resumes it and gives the same bytes (see journal.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The tokenizer of a build: the one in `tokenizer.path`, else one made of the training split."""
 
-from __future__ import annotations
-
 import io
 import re
 import signal

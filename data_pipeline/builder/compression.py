@@ -3,8 +3,6 @@
 What is damaged and what nothing here reads are two errors: they need two kinds of advice.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

@@ -7,8 +7,6 @@ one's end (`end_text`). So the tokens of all documents in order are the file's, 
 there is one more, which ends the split.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 import tarfile

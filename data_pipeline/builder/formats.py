@@ -4,8 +4,6 @@ With `format: auto` nothing is read as text that is not: a file that no reader u
 build before it starts, with what to do.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import json

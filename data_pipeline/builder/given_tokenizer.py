@@ -3,8 +3,6 @@
 Which kind it is follows from the name and the settings, never from what loads it successfully.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

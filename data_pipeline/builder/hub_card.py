@@ -1,7 +1,5 @@
 """The README.md of a data set on the hub: its front matter names the files of each split."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator

@@ -10,8 +10,6 @@ with the same bytes. The recipe is all that the bytes depend on; a build with an
 rejected. `.build` is removed last, so a directory without it is complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ Layout: data_pipeline/shards/mds.py. Only the columns that are asked for are rea
 pickled values is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import struct

@@ -8,8 +8,6 @@ a shard.
 Build all parts at the same time, one process each. The processes end with their command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 Rejects are listed in a file, so no record is lost silently.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

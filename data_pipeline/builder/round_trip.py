@@ -4,8 +4,6 @@ A model of the user may normalize, drop spaces, or lack characters and the bytes
 losses are in every token of the corpus, and nothing after the build could notice them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

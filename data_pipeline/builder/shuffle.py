@@ -9,8 +9,6 @@ the order of the input; the first part writes all of it, so that its shards do n
 A part that is killed resumes after its last finished shard, as any build does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

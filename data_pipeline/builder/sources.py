@@ -1,7 +1,5 @@
 """The input files of a build, in an order that depends only on their names."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence

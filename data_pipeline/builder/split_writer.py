@@ -4,8 +4,6 @@ Which split a document belongs to, and that no split of a build is empty. What a
 so far.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 The only module that imports pyarrow, which nothing else needs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec

@@ -3,8 +3,6 @@
 Arrays are mapped into memory and read in blocks. Nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path

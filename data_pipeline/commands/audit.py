@@ -3,8 +3,6 @@
 It is LaneStream's own walk, without reading tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

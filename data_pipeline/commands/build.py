@@ -1,7 +1,5 @@
 """`data-pipeline build`: a corpus, a part of one, or the merge of its parts."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

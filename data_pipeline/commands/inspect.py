@@ -1,7 +1,5 @@
 """`data-pipeline inspect`: describe a corpus."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`data-pipeline settings`: what every setting of a corpus means."""
 
-from __future__ import annotations
-
 import argparse
 
 from data_pipeline.config import CorpusConfig

@@ -1,7 +1,5 @@
 """`data-pipeline verify`: check a corpus against its manifests."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial

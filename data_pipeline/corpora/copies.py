@@ -1,7 +1,5 @@
 """Which documents of the validation split are in the training split, too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

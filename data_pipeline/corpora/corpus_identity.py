@@ -6,8 +6,6 @@ store. Token ids mean nothing without the tokenizer: another one of the same kin
 everywhere, and give other texts, prompts and bits per byte.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Download files of a store: retried on failure, and checked before they get their names."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

@@ -11,8 +11,6 @@ per lane, and their shards only to read them. The file is about a thousandth of 
 The build writes it, and the manifest has its SHA-256.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 It is written after everything that it names, so a directory with a manifest is a complete split.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

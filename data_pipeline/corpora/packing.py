@@ -1,7 +1,5 @@
 """What loaders of samples of fixed length would lose of a corpus; lanes lose nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

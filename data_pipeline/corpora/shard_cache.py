@@ -11,8 +11,6 @@ killed process. An open file is never evicted: the lock on the file itself, take
 gets its name, protects it. So the cache needs a file system with flock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

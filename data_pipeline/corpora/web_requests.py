@@ -4,8 +4,6 @@ A server may redirect to another path of its own host and port, or from http to 
 could be a service that only this machine reaches, such as a cloud's metadata service.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import http.client

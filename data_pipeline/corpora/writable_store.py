@@ -4,8 +4,6 @@ S3 needs no copy on disk for that; other stores are written and read through mos
 which cannot delete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -4,8 +4,6 @@ Less than a whole split is either its first documents, for long text, or the hea
 their first tokens, for a loss: a few tokens are still spread over the whole split.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise

@@ -5,8 +5,6 @@ cuts batches out of the blocks; `LaneStream._cursor_after` makes a batch's curso
 Shapes: B lanes of this rank, L tokens of a segment, S segments of a block, K = S * L + 1 tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -3,8 +3,6 @@
 P corpora (parts), U units: the shards of the first part, then of the second, and so on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

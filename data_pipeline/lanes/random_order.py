@@ -9,8 +9,6 @@ are mapped again until they are inside it (cycle walking), which keeps the map o
 The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014).
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

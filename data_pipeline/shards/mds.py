@@ -6,8 +6,6 @@ order of the names (id, tokens); the id in UTF-8; the tokens. The tokens: one by
 `number of dimensions << 2 | log2(bytes per dimension)`, the dimensions, the values.
 """
 
-from __future__ import annotations
-
 import mmap
 import shutil
 from collections.abc import Callable, Sequence

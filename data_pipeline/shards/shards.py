@@ -4,8 +4,6 @@ Both are read by memory map. A document's tokens are stored uncompressed and con
 a part of them is one copy.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ A sample is one tar member `NUMBER-ID.tokens.npy`: stock readers return {"__key_
 tokens follow numpy's header unchanged. This is the only module that imports webdataset.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import mmap

@@ -5,8 +5,6 @@ first. A space ends a document, and stands in the text as well: a long text cut 
 same sequence of tokens as the whole. Only the last token of a split is not in the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

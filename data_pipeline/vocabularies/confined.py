@@ -5,8 +5,6 @@ limits, and what ends it is the error of one text; the next gets another child. 
 a message is JSON, and the bytes of its parts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -5,8 +5,6 @@ encoded like other text, so that no document can contain its end. No template is
 file would put before and after a text is for inference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

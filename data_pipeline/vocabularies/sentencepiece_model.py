@@ -1,7 +1,5 @@
 """SentencePiece models: those trained here, and any other exactly as its own encoder reads text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

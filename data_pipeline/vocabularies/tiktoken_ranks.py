@@ -5,8 +5,6 @@ a text into words; the file does not have it, so it is a setting. Names of speci
 are encoded like other text.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Mapping, Sequence

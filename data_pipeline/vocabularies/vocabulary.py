@@ -4,8 +4,6 @@ A vocabulary comes from a model, which is a file's bytes, and from options, whic
 say: others may have written both. They are data. None of these modules executes what they contain.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol

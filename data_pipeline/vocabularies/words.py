@@ -5,8 +5,6 @@ with that the document: no token is spent on its end, so the tokens of documents
 are their lines' tokens. A word that is not in the vocabulary becomes `<unk>` or `<UNK>`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

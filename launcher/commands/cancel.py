@@ -1,7 +1,5 @@
 """`launcher cancel` and `launcher signal`: what a user asks of a run that waits or trains."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

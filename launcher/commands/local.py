@@ -1,7 +1,5 @@
 """`launcher local`: the ranks of a run on this machine, under the supervisor."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

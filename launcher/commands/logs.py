@@ -1,8 +1,6 @@
 """`launcher logs`: the log of one of a run's ranks, also while it is written, or only the errors of
 all logs."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

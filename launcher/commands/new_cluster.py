@@ -1,8 +1,6 @@
 """`launcher new-cluster`: a commented cluster file for the Slurm of this machine; `launcher
 settings`: what each of its settings means."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`launcher resume`: continues a run the way it was started, in a new job or on this machine."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`launcher status`: the states of runs."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

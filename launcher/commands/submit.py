@@ -1,8 +1,6 @@
 """`launcher submit`: checks a run against a cluster, saves its code and settings, and submits it to
 Slurm, once."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import shlex

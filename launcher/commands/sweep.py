@@ -1,7 +1,5 @@
 """`launcher sweep`: run the unfinished cells of a sweep file, on this machine or as array jobs."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The out-of-memory killer, or an administrator, may end the supervisor, and no ot
 the job or records what happened. So this one stays: small, idle, and without heavy imports.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

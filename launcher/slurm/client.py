@@ -5,8 +5,6 @@ our own and a header surround them, because sites print banners, wrap commands a
 answer is incomplete, Slurm is asked again.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Former starts of a Slurm job and their attempts, from the ledger. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """`launcher batch`: the supervisor inside a Slurm job, run by the job's batch script."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

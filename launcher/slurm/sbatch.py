@@ -6,8 +6,6 @@ script can be submitted by hand with `sbatch`.
 RUN/slurm/{job.sbatch, experiment.yaml, cluster.yaml, code/, code.commit, code.diff}
 """
 
-from __future__ import annotations
-
 import compileall
 import contextlib
 import logging

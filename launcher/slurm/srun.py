@@ -1,8 +1,6 @@
 """Steps of the surrounding Slurm job: a probe of the nodes, then the ranks of an attempt, one task
 per rank."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

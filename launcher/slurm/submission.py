@@ -1,7 +1,5 @@
 """How the job of a run gets into Slurm's queue: once, also if an answer of Slurm is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from foundation.errors import ConfigError

@@ -5,8 +5,6 @@ srun mixes up the statuses of ranks that it kills because of another one's failu
 not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

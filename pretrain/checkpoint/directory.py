@@ -9,8 +9,6 @@ RUN/checkpoints/step-00000100/
     REFUSED                  only if a start could not resume from it: the reason
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

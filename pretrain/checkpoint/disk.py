@@ -13,8 +13,6 @@ JSON and marker are themselves written to a temporary file, fsynced and renamed
 step or a whole one, and never touches older checkpoints.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -8,8 +8,6 @@ start is refused: a user brings the lost checkpoint back, or chooses a step (`--
 Facts of the nodes' disks refuse no start, because a lost node takes its local checkpoints with it.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ tokens_seen, optimizer_steps, loss_scale
 Files are named by rank (`rank_file`), so an index names no path.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

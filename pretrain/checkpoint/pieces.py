@@ -11,8 +11,6 @@ each, rank 2 the last one. Slices of any ZeRO stage are a few runs per parameter
 number of ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

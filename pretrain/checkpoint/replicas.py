@@ -9,8 +9,6 @@ A checkpoint with NaN or inf is useless: every update after it would be skipped.
 looks at the values that it is about to write, or has just read.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence

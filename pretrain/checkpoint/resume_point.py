@@ -6,8 +6,6 @@ its share of the files. If a rank rejects it, rank 0 notes why and asks again. A
 only a store has is first fetched into the run directory, so there is one way to resume.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import shutil

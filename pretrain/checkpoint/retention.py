@@ -1,7 +1,5 @@
 """Retention: which checkpoints of a run directory are kept, and the removal of the others."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import shutil

@@ -8,8 +8,6 @@ until the ledger has recorded it.
 A run tries for `checkpoint.storage_patience_seconds`; commands try once.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -6,8 +6,6 @@ own writer would copy everything once more, and a hash would read the file back.
 the way to the disk, without the interpreter lock, so that the loop keeps training.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ run is) use `counts` instead: marker, index and sizes are right, and no start ha
 latest valid checkpoint is found by verifying from the newest step back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import stat
 from collections.abc import Callable, Mapping, Sequence

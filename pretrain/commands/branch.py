@@ -1,7 +1,5 @@
 """`pretrain branch RUN@STEP NEW`: a new run that begins with a checkpoint of another one."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

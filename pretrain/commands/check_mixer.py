@@ -1,7 +1,5 @@
 """`pretrain check-mixer KIND`: prove that a kind of layer carries its state right."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

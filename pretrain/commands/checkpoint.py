@@ -3,8 +3,6 @@
 `pretrain checkpoint fetch URL RUN` makes a run directory from a mirror.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`pretrain describe`: parameters, FLOPs, memory, disk and time before a run starts. Torch-free."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 

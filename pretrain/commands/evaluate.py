@@ -1,7 +1,5 @@
 """`pretrain evaluate`: losses on a split, context lengths, probes and tasks."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

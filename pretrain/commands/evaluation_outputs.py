@@ -1,7 +1,5 @@
 """What `pretrain evaluate` measures of each model, ready to be printed. Imports torch."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

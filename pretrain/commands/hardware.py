@@ -1,7 +1,5 @@
 """The flags that name the ranks that costs are estimated for, or a cluster file. Torch-free."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`pretrain import-original`: convert weights of the original code or Hugging Face to an export."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

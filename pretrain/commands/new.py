@@ -1,7 +1,5 @@
 """`pretrain new`: a commented experiment for a corpus, which runs as it is."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

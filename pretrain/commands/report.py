@@ -1,7 +1,5 @@
 """`pretrain report`: a run, or several side by side, as one self-contained page and figures."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

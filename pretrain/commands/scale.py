@@ -1,7 +1,5 @@
 """`pretrain scale`: its actions, and the flags and checks that several of them share."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

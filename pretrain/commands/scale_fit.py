@@ -1,7 +1,5 @@
 """`pretrain scale collect`, `fit` and `report`: from runs to their table, its fit and its page."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`pretrain scale memory`: the memory length that is compute-optimal at a budget."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

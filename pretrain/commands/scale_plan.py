@@ -4,8 +4,6 @@ What a plan varies follows from its flags: --budgets, --rates, or --segments and
 comparison's file says it itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import replace

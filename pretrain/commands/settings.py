@@ -1,7 +1,5 @@
 """`pretrain settings`: what every setting of a run means, and whether a resume may change it."""
 
-from __future__ import annotations
-
 import argparse
 
 from foundation.cli import add_prefix, show_settings

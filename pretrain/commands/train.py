@@ -1,7 +1,5 @@
 """`pretrain train`: the program of one rank."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

@@ -9,8 +9,6 @@ rounding differs: losses must agree to 1e-5 relative, weights, moments, EMA and 
 their length, counters and the lanes' cursors exactly.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import shutil

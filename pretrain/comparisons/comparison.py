@@ -13,8 +13,6 @@
 A cell's name is cFLOPS-MEMBER-lrRATE-sSEED, so other FLOPs are other runs. Torch-free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Losses are in nats per token of the validation split.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

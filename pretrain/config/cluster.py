@@ -3,8 +3,6 @@
 `pretrain` reads a cluster file to estimate costs, `launcher` to submit jobs.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import re

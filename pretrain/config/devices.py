@@ -1,7 +1,5 @@
 """Devices that compute, by their data sheets. Torch-free."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ Plain operations express everything, with every score in memory. docs/model.md h
 and a test compares them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum

@@ -3,8 +3,6 @@
 A set is the split of a corpus named in `evaluation.sets`, or of a part of a mixture. Torch-free.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ A kind of layer carries what its facts say. Checkpoints, elastic resumes, offloa
 evaluation and costs go through this list and know no kind of layer. Torch-free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -8,8 +8,6 @@ and know no kind by name.
 `model` is a ModelConfig and `engine` an EngineConfig throughout: both modules use this one.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

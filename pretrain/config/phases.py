@@ -11,8 +11,6 @@ A change that a resume makes in `OF_UPDATES` holds from its step on. Steps befor
 makes again from an older checkpoint, have the old settings: so every step is what it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce

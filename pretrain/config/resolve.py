@@ -1,7 +1,5 @@
 """A run's settings, completed by what its corpus determines. Torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

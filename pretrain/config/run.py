@@ -4,8 +4,6 @@ Torch-free: the launcher reads these on a login node. What can be derived is a p
 setting. `why_fixed` says what a resume may not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The description of a run before it starts: parameters, FLOPs, memory, disk, time. Torch-free."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus

@@ -14,8 +14,6 @@ optimizer that results and with the bytes of real steps:
 On a GPU stages 2 and 3 sum a bucket on a stream of its own while the pass goes on (overlap_comm).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What to change in a run that does not fit: the cheapest change that fits by the estimate."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -7,8 +7,6 @@ What a kind of layer has and computes, its facts say (`pretrain/mixers`). One mu
 addition are two FLOPs; norms, rotations, softmax, dropout and short convolutions are not counted.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The ranks that costs are estimated for: how many, on which devices. Torch-free."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -14,8 +14,6 @@ interval for restart dumps", Future Generation Computer Systems 22, 2006). Its m
 the highest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

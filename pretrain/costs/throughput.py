@@ -1,7 +1,5 @@
 """Measured speed and memory of this process' device."""
 
-from __future__ import annotations
-
 import time
 
 import torch

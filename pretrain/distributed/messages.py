@@ -6,8 +6,6 @@ and from the ranks at distance 1, 2, 4, 8 and so on. PyTorch's flight recorder d
 messages between two ranks, so `describe_waits` names the rank that this one waits for.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

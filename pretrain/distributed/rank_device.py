@@ -4,8 +4,6 @@ A job says in PRETRAIN_GPUS how many GPUs each of its nodes has. Without that va
 counts; 0 lets ranks train on CPUs beside GPUs.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

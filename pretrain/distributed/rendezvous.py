@@ -5,8 +5,6 @@ PRETRAIN_PORT_FILE the kernel gives rank 0 a free port, and rank 0 writes it int
 all ranks can read. Then two runs on a host cannot choose the same port.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import resource

@@ -1,7 +1,5 @@
 """The variables of a rank, which may be a Slurm task's. Torch-free."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from foundation.errors import ConfigError

@@ -7,8 +7,6 @@ which costs small operations half their speed on idle cores. Spinning for about 
 (docs/performance.md has the measurements).
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Mapping, MutableMapping

@@ -3,8 +3,6 @@
 Rank variables are read only here and in `slurm_variables.py`.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Mapping

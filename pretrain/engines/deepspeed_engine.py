@@ -5,8 +5,6 @@ DeepSpeed's own context for that, `deepspeed.zero.Init`, would draw in the round
 run would not start from the same weights as in other stages; and it would hold a whole module.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping

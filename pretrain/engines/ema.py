@@ -1,7 +1,5 @@
 """An exponential moving average (EMA) of the weights (Polyak and Juditsky 1992)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

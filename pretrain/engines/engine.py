@@ -1,7 +1,5 @@
 """The interface of engines, which run and update the model, and what all engines share."""
 
-from __future__ import annotations
-
 import errno
 import re
 from abc import ABC, abstractmethod

@@ -6,8 +6,6 @@ memory on a separate stream, while the next slot runs. Every copy is a new tenso
 still be reading an older one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

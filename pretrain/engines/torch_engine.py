@@ -1,7 +1,5 @@
 """The engine in plain torch: for one device, and the reference that DeepSpeed is tested against."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """An engine around another one: the base of engines that change some of its functions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import Tensor

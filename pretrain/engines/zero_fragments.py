@@ -16,8 +16,6 @@ and its checkpoint formats are tied to stage and world size. So this module read
 DeepSpeed 0.19.8. The version is pinned, and tests compare every stage with plain torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

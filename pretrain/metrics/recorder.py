@@ -22,8 +22,6 @@ of the GPUs' data sheet, as in `describe`; without one, as on a CPU, to a large 
 measured at the start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

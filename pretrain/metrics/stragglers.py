@@ -9,8 +9,6 @@ that hangs costs every rank the same time, because all of them wait. A thread of
 that the rank notices if its own process stalls.
 """
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

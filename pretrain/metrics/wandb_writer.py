@@ -4,8 +4,6 @@ The library hands lines to a process of its own, which uploads them and keeps th
 Whatever it raises costs a run nothing but the copy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

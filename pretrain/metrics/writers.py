@@ -1,7 +1,5 @@
 """What rank 0 writes of a run's metrics: lines of metrics.jsonl, TensorBoard, a profiler trace."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

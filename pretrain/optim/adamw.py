@@ -4,8 +4,6 @@ Optimizers get tensors from ZeRO that are flat slices of many parameters. A `Fra
 after construction, tells them which parameter is where.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """LAMB, an optimizer for very large batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ It is our own, and DeepSpeed sees a constant one: its scalers skip, count and ha
 way in each ZeRO stage.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -12,8 +12,6 @@ travels to one rank, its owner, and its O back, both in the type of O's computat
 that a rank sends to another travel together, in one all-to-all each way.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

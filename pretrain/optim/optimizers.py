@@ -1,7 +1,5 @@
 """The configured optimizer, gradient clipping, and when a step must be skipped."""
 
-from __future__ import annotations
-
 import math
 
 import torch

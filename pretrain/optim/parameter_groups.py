@@ -16,8 +16,6 @@ so they cost no collective of their own. K kinds of norms, F fragments of parame
 # pyright: reportPrivateImportUsage=false
 # torch exports its _foreach functions without listing them.
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

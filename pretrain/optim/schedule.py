@@ -1,7 +1,5 @@
 """The learning rate: a pure function of the step, so a resumed run needs no scheduler state."""
 
-from __future__ import annotations
-
 import math
 
 from foundation.settings import assert_never

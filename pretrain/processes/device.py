@@ -6,8 +6,6 @@ device, library or number of ranks rounds differently, and NCCL may choose anoth
 other nodes. `docs/reliability.md` lists all of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

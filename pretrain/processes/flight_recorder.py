@@ -5,8 +5,6 @@ and writes them itself where NCCL fails or times out. The watchdog ends a rank e
 Exchanges in rounds are not among them: a line in the log names the rank that one waits for.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial

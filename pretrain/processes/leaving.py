@@ -5,8 +5,6 @@ waits for this rank, so only ranks that have all finished or saved close the gro
 end of a rank the launcher ends the others within seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -9,8 +9,6 @@ or is cut off delays only itself:
     OUT/end                         written by the launcher: exit
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import multiprocessing

@@ -3,8 +3,6 @@
 Torch-free, because the launcher reads it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 END = "end"

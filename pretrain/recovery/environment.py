@@ -4,8 +4,6 @@ A resume is bitwise only in the same environment: other versions, instruction se
 of threads add in another order.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version

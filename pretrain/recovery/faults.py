@@ -17,8 +17,6 @@ It is KIND@STEP or KIND:NUMBER@STEP:
 The first and the last affect all ranks, the others the last rank only.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """An engine with a fault in its forward passes (`faults.py`)."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

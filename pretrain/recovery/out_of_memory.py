@@ -4,8 +4,6 @@ That is half the lanes per forward pass and twice the accumulation slots, which 
 and, up to rounding, the same losses.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

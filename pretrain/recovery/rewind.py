@@ -8,8 +8,6 @@ has the windows, and the segment of a step is a pure function of them. So a run 
 any step reads the same data, and a rewind needs no other state.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

@@ -1,7 +1,5 @@
 """What a start of a run checks and records besides its settings: data and environment."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 `page.html` is the only template. Its style sheet has a variable for each color of `charts.COLORS`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ A difference is paired: by seeds for its interval, which says whether training a
 and by parts of the split for its mark, which says whether other text would.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ those at 0.1 and more, whose validation losses ended worst, too high. Updates do
 high a rate makes the weights as much larger.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 Torch-free, and without numpy, so that `launcher` can show it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Memory does not grow with the run. B marks buckets: stretches of the run of equal length.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence

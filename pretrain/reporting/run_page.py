@@ -1,7 +1,5 @@
 """The page of a run, and the page of several runs side by side with its tables. Torch-free."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ RUN/logs/attempt-3/rank-12.log    what rank 12 wrote      rank-12.status    how 
                    gloo-rank-12   reads: its last collectives, and small exchanges
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Mapping, Sequence

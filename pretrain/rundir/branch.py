@@ -1,7 +1,5 @@
 """A branch: a run that begins with another run's checkpoint and measurements. Torch-free."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a resume may change of a run's settings, and what that does to its learning rate."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

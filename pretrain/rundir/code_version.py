@@ -1,7 +1,5 @@
 """The version of the source code that a start of a run records. Torch-free."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

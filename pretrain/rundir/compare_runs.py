@@ -5,8 +5,6 @@ difference of two tensors may be a fraction of their length. Each function retur
 difference.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

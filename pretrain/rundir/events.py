@@ -4,8 +4,6 @@ A frozen dataclass per kind of event, which `ledger.py` stores and reads. Reason
 are enums. All text about events is at the end of this file, and is never parsed. Torch-free.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Mapping

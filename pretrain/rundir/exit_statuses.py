@@ -1,7 +1,5 @@
 """The exit statuses of ranks, and what they mean. Torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 

@@ -4,8 +4,6 @@ They return which checkpoints the run has published and not undone, what interru
 data it skips, and how it spent its time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar

@@ -5,8 +5,6 @@ without the fields that are None. The order of events is the order of lines, not
 clocks of nodes jump and disagree.
 """
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os

@@ -8,8 +8,6 @@ network may still run after the run has restarted elsewhere. When they reach the
 they find another token in the file and exit before they write a measurement or a checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

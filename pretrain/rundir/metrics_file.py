@@ -5,8 +5,6 @@ an evaluation writes: disks flip bits, and people edit files. Damaged lines are 
 warning has their numbers.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

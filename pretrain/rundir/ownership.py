@@ -1,7 +1,5 @@
 """Whose a run directory is, and that nothing in it leads out of it. Torch-free."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from foundation.errors import ConfigError, DataError

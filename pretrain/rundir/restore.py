@@ -6,8 +6,6 @@ order: metrics, ledger, settings, checkpoint, run.json. A directory without run.
 if the process is killed, the same call continues with the files that it has.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

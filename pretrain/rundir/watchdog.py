@@ -10,8 +10,6 @@ before them: the command line of `under_watchdog` runs this file, which forks th
 replaces itself by the rank's program (`become`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -3,8 +3,6 @@
 docs/scaling.md says how the law that comes first is chosen. Legend: P points.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

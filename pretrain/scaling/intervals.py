@@ -5,8 +5,6 @@ of vertices about their line, or of the jackknife's estimates, each without one 
 Efron and Tibshirani 1993, chapter 11; Bell and McCaffrey 2002 for Student's t.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

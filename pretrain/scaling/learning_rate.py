@@ -6,8 +6,6 @@ of rates rather than one. Over several sizes (rungs) the rate is a power of N wi
 S marks runs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

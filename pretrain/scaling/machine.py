@@ -3,8 +3,6 @@
 Every number of memory and time is one of `describe`'s: nothing here estimates any.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -8,8 +8,6 @@ counts give exactly: they are linear in M. So each budget has a memory length of
 Legend: P runs, G laws, each without a group of runs, X memory lengths, N sizes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Shape, batch and learning rate start from the shipped model of the nearest size
 (configs/models/xl_modern_*.yaml). A small corpus gets fewer lanes and shorter segments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ members of a comparison, seeds. `plan_sizes` makes those whose values follow fro
 around its optimum, with a rule's rate and batch.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -6,8 +6,6 @@ and widths such as 3456 divide badly over tiles and ranks. Depth follows the wid
 little to come nearer to a size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Each is fitted as `scale fit` fits runs; their answers differ by what the sweep 
 simulated sweeps.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

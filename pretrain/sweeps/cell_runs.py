@@ -2,8 +2,6 @@
 runs, sweep files. Torch-free.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

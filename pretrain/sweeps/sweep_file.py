@@ -4,8 +4,6 @@ docs/scaling.md shows one with cells, docs/launcher.md one with a grid: a cell f
 the last setting changing first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -4,8 +4,6 @@ Modules log through `logging.getLogger(__name__)`. A process calls `set_up_loggi
 knows who it is. `print` is for the output that a user asked a command for.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

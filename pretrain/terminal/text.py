@@ -1,7 +1,5 @@
 """Numbers, tables and measurements as text, the same everywhere. Torch-free."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
