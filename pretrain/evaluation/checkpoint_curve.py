@@ -1,7 +1,7 @@
 """Losses of a run's kept checkpoints, measured by another job than the run's.
 
-They are lines of RUN/evaluations.jsonl, as in metrics.jsonl: the report and evaluations.csv have
-them, and TensorBoard by the name tensorboard-checkpoints.
+RUN/evaluations.jsonl has a line for each, in the format of metrics.jsonl. The report and
+evaluations.csv show them, and TensorBoard does under the name tensorboard-checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ POLL_SECONDS = 5.0
 
 
 def unscored_steps(run_dir: RunDir, seconds: float = POLL_SECONDS) -> Iterator[int]:
-    """Yield each checkpoint that has no line yet, or was made again since, until the run ends."""
+    """Yield the step of each checkpoint that is newer than its line, or has none, until the run
+    has ended."""
     while True:
         has_ended = any(map(is_finished, run_dir.ledger.history()))
         scored = {line["step"]: line["time"] for line in run_dir.read_evaluations()}

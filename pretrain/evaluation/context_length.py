@@ -25,7 +25,7 @@ from pretrain.model.transformer_xl import TransformerXL
 THRESHOLD = 0.01  # of perplexity
 READ_TOKENS = 8192  # of the split at a time
 LANES = 64  # positions computed together
-# From a context length to the NLL [P] in float64 of every position after that many tokens.
+# Takes a context length; returns the NLL [P] of each position after so many tokens, in float64.
 Losses = Callable[[int], Tensor]
 
 
@@ -136,7 +136,7 @@ def context_rows(lengths: Sequence[ContextLength], step: int) -> list[tuple[str,
     most = max(map(len, gains))
     for result, texts in zip(lengths, gains, strict=True):
         length = f"{result.length:,}{' or more' if result.reached_longest else ''}"
-        # A step is in the same place of every row, also of those that end earlier.
+        # Shorter rows are padded, so that a step has the same column in all rows.
         steps = " ".join(text.rjust(width) for text in [*texts, *[""] * (most - len(texts))])
         rows.append((f"{result.share:g}", length, steps))
     return rows

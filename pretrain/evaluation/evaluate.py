@@ -1,9 +1,9 @@
 """The loss of a model on a split, with memories of any length; every token is scored once.
 
-Each lane carries its memory from segment to segment. Sums per lane, in float64, and the sum over
-lanes in their order do not depend on which rank has which lane, so that any number of ranks gives
-the same result up to the rounding of matrix products. N lanes of all ranks; other letters of shapes
-as in `pretrain.model`.
+Each lane carries its memory from segment to segment. Losses are summed per lane, in float64, and
+then over the lanes in their order. These sums do not depend on which rank has which lane, so any
+number of ranks gives the same result up to the rounding of matrix products. N lanes of all ranks;
+other letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ TextSizes = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Means over `tokens` targets, including ends of documents; bits are per unit of their text."""
+    """Means over `tokens` targets, including ends of documents, and bits per unit of text."""
 
     memory_length: int
     segment_length: int
-    lanes: int  # used: follows from the corpus and the settings, not from the ranks
+    lanes: int  # follows from the corpus and the settings, not from the ranks
     loss: float  # nats per token
     perplexity: float
     bits_per_byte: float
@@ -57,7 +57,7 @@ class EvaluationResult:
     tokens: int
     text: EvaluatedText
     seconds: float
-    loss_by_position: tuple[float, ...]  # in the segment: later tokens have more of it as context
+    loss_by_position: tuple[float, ...]  # by index in the segment
 
     def values(self) -> dict[str, Any]:
         """Return the result as plain values."""
@@ -67,10 +67,10 @@ class EvaluationResult:
 
 
 class TrainedScorer(Scorer):
-    """A frozen model on this process, with cached keys and values: exact, and several times faster.
+    """A frozen model on this process, which caches keys and values instead of hidden states.
 
-    The cache is internal: a call without memory starts new streams, and the memory returned is
-    empty.
+    Its losses are exact, and several times faster. A call without memory starts new streams. The
+    returned memory is empty, because this object has the cache.
     """
 
     def __init__(self, trained: TrainedModel, world: World) -> None:
@@ -100,25 +100,26 @@ def evaluate(
     before_batch: Callable[[], None] = lambda: None,
     text_sizes: TextSizes | None = None,
 ) -> EvaluationResult:
-    """Score a split, or `max_tokens` of heads of its documents, on all ranks together.
+    """Score a split, or `max_tokens` tokens of its documents' heads, on all ranks together.
 
     `text_sizes` default to `corpus_text_sizes`, which loads the tokenizer.
 
     `advance` is called with the number of tokens of each batch. `before_batch` is called by every
-    rank before each batch, equally often, and may raise. Bytes and characters are the manifest's if
-    the whole split is scored, else the scored tokens'.
+    rank before each batch, equally often, and may raise. Bytes and characters are those in the
+    manifest if the whole split is scored; else they are summed over the scored tokens.
     """
     world = scorer.world
     num_lanes = useful_lanes(corpus, num_lanes, segment_length, max_tokens, heads=True)
     lanes = evaluated_lanes(num_lanes, world.rank, world.world_size)
-    # A rank without a lane computes one that is not counted: under ZeRO-3 every rank must run
+    # A rank without a lane reads lane 0 and does not count it: under ZeRO-3 every rank must run
     # every module.
     own_lanes = lanes or range(1)
     stream = EvaluationStream(corpus, num_lanes, segment_length, own_lanes, max_tokens, heads=True)
     bytes_V, characters_V = map(torch.from_numpy, text_sizes or corpus_text_sizes(corpus))
-    num_tokens = stream.num_batches * segment_length  # of a lane: there are no more to remember
+    num_tokens = stream.num_batches * segment_length  # of a lane: the cache needs no more rows
     start = time.perf_counter()
-    # Of each lane: loss and tokens by position, bytes, characters. Rows of other ranks stay zero.
+    # Rows of other ranks' lanes stay zero. The 2 are bytes and characters; parts have losses, then
+    # tokens.
     losses_NL, tokens_NL = torch.zeros(2, num_lanes, segment_length, dtype=torch.float64)
     sizes_N2 = torch.zeros(num_lanes, 2, dtype=torch.float64)
     parts_N2P = torch.zeros(num_lanes, 2 * NUM_PARTS, dtype=torch.float64)
@@ -143,8 +144,8 @@ def evaluate(
     if lanes:
         documents_N1[lanes.start] = stream.num_documents
     sums_NX = torch.cat([losses_NL, tokens_NL, parts_N2P, sizes_N2, documents_N1], dim=1)
-    # Each row is of one rank, so that nothing is rounded here. numpy then adds one row after the
-    # other: the same sums on all ranks, and of any number of them.
+    # Only one rank has a row that is not zero, so this sum is not rounded. numpy then adds the rows
+    # in order, so all ranks, and any number of ranks, get the same sums.
     sums_X = sum_over_ranks(sums_NX.to(world.device)).cpu().numpy().sum(axis=0).tolist()
     *sums_X, num_bytes, num_characters, num_documents = sums_X
     losses_L, tokens_L = sums_X[:segment_length], sums_X[segment_length : 2 * segment_length]
@@ -177,7 +178,7 @@ def evaluate(
 
 
 def corpus_text_sizes(corpus: Corpus) -> TextSizes:
-    """Return the bytes and characters of text of each of its tokens."""
+    """Return the bytes, and the characters, of text that each id of the tokenizer stands for."""
     return tokenizer_of(corpus.directory.parent).text_sizes()
 
 

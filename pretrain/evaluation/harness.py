@@ -1,8 +1,8 @@
-"""A trained model as lm-eval, EleutherAI's evaluation harness, sees one, and its tasks on it.
+"""A trained model for lm-eval, EleutherAI's evaluation harness, and the run of its tasks.
 
 lm-eval is an extra, so this module is imported when tasks run. Importing it registers the model as
-`xl-pretrain`. Memory is cached keys and values, so a context of any length takes linear time, and
-none is cut. Letters of shapes as in `pretrain.model`.
+`xl-pretrain`. Memory is cached keys and values, so time is linear in a context's length, and no
+context is cut. Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from pretrain.weights.export import TrainedModel, load_tokenizer, load_trained
 
 T = TypeVar("T")
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts; tokens of context and continuation
-DEFAULT_NEW_TOKENS = 256  # lm-eval's
+DEFAULT_NEW_TOKENS = 256  # lm-eval's default
+# lm-eval's names for the largest number of new tokens.
 NAMES_OF_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -53,9 +54,10 @@ class TrainedLM(TemplateLM):
         before_batch: Callable[[], None] = lambda: None,
         **others: Any,
     ) -> None:
-        """By default memory and segments are as long as in training, `precision` as `load_trained`.
+        """By default memory and segments are as long as in training.
 
-        `before_batch` is called before each batch of texts, and may raise.
+        `precision` is passed to `load_trained`. `before_batch` is called before each batch of
+        texts, and may raise.
         """
         super().__init__()
         if precision not in (None, *get_args(Precision)):
@@ -64,12 +66,12 @@ class TrainedLM(TemplateLM):
             run = load_trained(run, torch.device(device) if device else None, precision=precision)
         if others.pop("max_batch_size", None) or others or not str(batch_size).isdecimal():
             raise ConfigError(
-                f"batch_size={batch_size} {others or ''}: expected a number of texts, and run, "
-                "data, memory_length, segment_length, device and precision besides"
+                f"batch_size={batch_size} {others or ''}: expected a number of texts, and no other "
+                "arguments than run, data, memory_length, segment_length, device and precision"
             )
         self._trained = run
         self._before_batch = before_batch
-        self._tokens = load_tokenizer(run, Path(data) if data else None)
+        self._tokenizer = load_tokenizer(run, Path(data) if data else None)
         trained_length = run.config.model.longest_memory
         self._memory_length = trained_length if memory_length is None else int(memory_length)
         self._segment_length = int(segment_length or run.segment_length)
@@ -78,16 +80,16 @@ class TrainedLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self._tokens.end_id
+        return self._tokenizer.end_id
 
     @property
     def tokenizer_name(self) -> str:
-        return self._tokens.fingerprint
+        return self._tokenizer.fingerprint
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        tokens = prompt_tokens(self._tokens, string)
+        tokens = prompt_tokens(self._tokenizer, string)
         return tokens[1:] if add_special_tokens is False else tokens
 
     def loglikelihood(
@@ -113,7 +115,7 @@ class TrainedLM(TemplateLM):
     @torch.no_grad()
     def _scores(self, requests: Sequence[Request]) -> Iterator[tuple[float, bool]]:
         longest = max(map(_length, requests))
-        # On the right, where no token of the text sees it.
+        # Padding is on the right, where no token of the text sees it.
         tokens_BT = torch.full((len(requests), longest), self.eot_token_id)
         for row, (_, context, continuation) in zip(tokens_BT, requests, strict=True):
             row[: len(context) + len(continuation)] = torch.tensor(context + continuation)
@@ -127,7 +129,7 @@ class TrainedLM(TemplateLM):
         greedy_BT = torch.ones(tokens_BT.shape, dtype=torch.bool)
         for start in range(0, longest - 1, length):
             stop = min(start + length, longest - 1)
-            # The token after a position is scored there.
+            # The logits at a position score the token after it.
             count = stop - max(start, first - 1)
             part = slice(start, stop)
             logits_BLV = stream.logits_BLV(tokens_BT[:, part], starts_BT[:, part], max(1, count))
@@ -144,7 +146,7 @@ class TrainedLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-likelihood of every text, read as one, without the end after it."""
+        """Return the log-likelihood of every whole text, without the token that ends it."""
         texts = [request.args[0] for request in requests]
         encoded = [(text, self.tok_encode(text, add_special_tokens=False)) for text in texts]
         scores = iter(
@@ -155,7 +157,7 @@ class TrainedLM(TemplateLM):
         return [next(scores)[0] if tokens else 0.0 for _, tokens in encoded]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text after every context, up to a stop or the end of the document."""
+        """Return the text after every context, up to a stop text or the end of the document."""
         shown = _with_progress(requests, "texts continued")
         return [self._continued(*request.args) for request in shown]
 
@@ -164,7 +166,7 @@ class TrainedLM(TemplateLM):
         sampling, stops, num_tokens = _how_to_generate(options)
         tokens = generate(
             self._trained.module,
-            prompt_tokens(self._tokens, context),
+            prompt_tokens(self._tokenizer, context),
             sampling=sampling,
             num_tokens=num_tokens,
             end_id=self.eot_token_id,
@@ -175,7 +177,7 @@ class TrainedLM(TemplateLM):
         text = ""
         for token in map(int, tokens):
             ids.append(token)
-            text = self._tokens.decode(ids)
+            text = self._tokenizer.decode(ids)
             if token == self.eot_token_id or any(stop in text for stop in stops):
                 break
         for stop in stops:
@@ -224,9 +226,10 @@ def run_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Return the metrics of every task and group: `acc,none`, `acc_stderr,none`, ...
 
-    A task is a name of lm-eval's or a YAML file, whose data may be local files. `limit` is how many
-    examples of a task are used (0: all); `bootstrap_iters` are for standard errors (0: none);
-    `options` are for `TrainedLM`. Unless it `runs_code`, `!function` in a file is a DataError.
+    A task is a name that lm-eval knows, or a YAML file, whose data may be local files. `limit` is
+    how many examples of a task are used (0: all). `bootstrap_iters` samples give the standard
+    errors (0: none). `options` are for `TrainedLM`. Without `runs_code`, DataError for `!function`
+    in a file.
     """
     # The decorator that registers the class hides its arguments.
     model = TrainedLM(trained, **options)  # pyright: ignore[reportCallIssue]
@@ -240,7 +243,7 @@ def run_tasks(
             log_samples=False,
             bootstrap_iters=bootstrap_iters,
         )
-    assert output is not None  # on the only rank
+    assert output is not None  # it is None only on ranks above 0
     return {task: dict(metrics) for task, metrics in output.get("results", {}).items()}
 
 
@@ -261,7 +264,7 @@ def _manager(include_defaults: bool) -> TaskManager:
 
 @contextlib.contextmanager
 def _functions(are_run: bool) -> Iterator[None]:
-    """Let lm-eval import what `!function` names in files that are not its own, or refuse it."""
+    """In the block, lm-eval runs or refuses the `!function` code of files that are not its own."""
     load, own = _yaml_loader._import_func_in_yml, Path(_yaml_loader.__file__).parent
 
     def load_trusted(name: str, folder: Path) -> Any:
@@ -281,9 +284,9 @@ def _functions(are_run: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_line(what: str, tasks: Sequence[str]) -> Iterator[None]:
-    """Turn what goes wrong with tasks and their data, which is of many kinds, into a DataError."""
+    """Turn the many types of errors of tasks and their data into a DataError of one line."""
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # where it prints what it is doing
+        with contextlib.redirect_stdout(sys.stderr):  # lm-eval prints what it is doing
             yield
     except (KeyError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())

@@ -58,9 +58,9 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield the next token of every sample, [B], `num_tokens` times; a seed fixes the tokens.
 
-    The prompt has at least one token; `end_id`, which ends a document, also starts a text. There
-    are no empty documents, so `end_id` never follows itself, unless it stands for text besides, as
-    that of an empty line: `end_repeats`.
+    The prompt has at least one token. `end_id` ends a document, and starts the text. It never
+    follows itself, because no document is empty, unless `end_repeats`: where it also stands for a
+    line end, an empty line repeats it.
     """
     assert len(prompt) > 0
     device = next(module.parameters()).device
@@ -74,7 +74,7 @@ def generate(
     last_B = tokens_BL[:, -1].cpu()
     logits_BLV = last_logits_BTV(stream.logits_BLV, tokens_BL, starts_BL, segment_length, 1)
     for remaining in reversed(range(num_tokens)):
-        seen_BV[:, end_id] = False  # every document ends: no penalty
+        seen_BV[:, end_id] = False  # no penalty: every document has it
         logits_BV = penalized(logits_BLV[:, -1].float().cpu(), seen_BV, sampling.repetition_penalty)
         if not end_repeats:
             logits_BV[last_B == end_id, end_id] = -math.inf

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval before lm-eval is imported, which takes long and which is an extra."""
+"""Checks of lm-eval's tasks that need no import of lm-eval, which is slow and an extra."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foundation.files import YAML_SUFFIXES
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
-    """Raise ConfigError without lm-eval and for a missing file, and silence the libraries.
+    """Raise ConfigError if lm-eval or a task's file is missing; silence the libraries.
 
     Call it before `pretrain.evaluation.harness` is imported: tqdm reads its variable then.
     """
@@ -25,4 +25,4 @@ def check_tasks(tasks: Sequence[str]) -> None:
     for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # warns of each metric's defaults
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each metric's defaults

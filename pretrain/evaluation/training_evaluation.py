@@ -1,8 +1,8 @@
 """Evaluations while a run trains: validation losses, and tasks of lm-eval.
 
-Rank 0 has the whole weights and runs the tasks. It tells the others before each batch of texts that
-it works: no watchdog takes the wait for a hang, and a request to stop ends the tasks on all ranks
-at the same batch.
+Rank 0 has the whole weights and runs the tasks. Before each batch of texts it sends the waiting
+ranks a sign. So no watchdog takes their wait for a hang, and a request to stop ends the tasks on
+all ranks at the same batch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def training_evaluator(
 ) -> Callable[[int], dict[str, Any]]:
     """Return a function that measures the validation loss with the training memory and without.
 
-    It takes how many tokens to score; 0: all. It also measures the losses of `sets`, splits by
-    name, with the training memory. Every loss starts with no memory. `before_corpus` is called
-    before each.
+    Its argument is how many tokens to score (0: all). It also measures the losses of `sets`, splits
+    by name, with the training memory. Each measurement starts with empty memories, after a call of
+    `before_corpus`.
     """
     validation = run.data.directory() / "validation"
     corpora = {
@@ -49,7 +49,7 @@ def training_evaluator(
         for directory in (validation, *(sets or {}).values())
     }
 
-    # To load a tokenizer takes a second, and thousands of ranks would read its file each time.
+    # Loaded once: it takes a second, and thousands of ranks would read the file each time.
     sizes_of = functools.cache(corpus_text_sizes)
 
     def measure(
@@ -72,7 +72,7 @@ def training_evaluator(
         without = result.loss if run.model.longest_memory == 0 else measure(max_tokens, 0).loss
         measured: dict[str, Any] = {name: result.values()[name] for name in MEASURED}
         measured["loss_without_memory"] = without
-        known = {validation: result}  # a part of a mixture may be the corpus of the run
+        known = {validation: result}  # one of the sets may be this same split
         for name, directory in (sets or {}).items():
             if directory not in known:
                 known[directory] = measure(max_tokens, run.model.longest_memory, directory)
@@ -95,10 +95,11 @@ def check_training_tasks(run: RunConfig) -> None:
 def training_tasks(
     run: RunConfig, engine: Engine, before_batch: Callable[[], None]
 ) -> Callable[[int], dict[str, float | None]]:
-    """Return a function that measures the run's tasks after a step. A collective; {} if they fail.
+    """Return a function that measures the run's tasks after a step, as a collective.
 
-    Rank 0 returns what it measured, the others {}. `before_batch` is called by every rank before
-    each batch of texts, and may raise. Weights, memories and random numbers stay as they are.
+    On rank 0 it returns the metrics, or {} if tasks fail; on other ranks it returns {}. Every rank
+    calls `before_batch` before each batch of texts; it may raise. Weights, memories and random
+    numbers stay as they are.
     """
     world = engine.world
 
@@ -127,8 +128,8 @@ def training_tasks(
                     before_batch=tick,
                 )
         except StopRequested:
-            raise  # by all ranks
-        except Exception as error:  # of a library, in code that only measures
+            raise  # all ranks raise it
+        except Exception as error:  # training continues if lm-eval or a task fails
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             logger.warning("evaluation.tasks gave no results after step %d: %s", step, reason)
             results = {}
@@ -155,7 +156,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(engine: Engine) -> Iterator[TransformerXL]:
-    """Yield the model without dropout; it keeps its mode, and the angles of training."""
+    """Yield the model without dropout; then restore its mode and the angles of training."""
     module = cast("TransformerXL", engine.module)
     was_training = module.training
     try:

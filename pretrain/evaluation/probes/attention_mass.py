@@ -1,6 +1,6 @@
 """Attention mass by distance: how far back the heads of a trained model look.
 
-The weights are the model's own: from what its layers pass to attention, by the functions that
+The weights are the model's own: its layers' inputs to attention, put through the functions that
 attention itself uses. X bins of distances; other letters of shapes as in `pretrain.model`.
 """
 
@@ -23,10 +23,10 @@ from pretrain.model.attention_backends import weights_and_values
 from pretrain.model.memory import Memory, num_compressed_rows, num_rows
 from pretrain.model.transformer_xl import TransformerXL
 
-PARTS = ("compressed", "memory", "segment")  # of the keys, in their order
-MEASURED_SEGMENTS = 4  # of every lane, after memory is as long as it gets
+PARTS = ("compressed", "memory", "segment")  # where keys come from, in the keys' order
+MEASURED_SEGMENTS = 4  # per lane, after memory has reached its full length
 MOST_LANES = 8
-MOST_WEIGHTS = 1 << 26  # of one layer at a time
+MOST_WEIGHTS = 1 << 26  # attention weights that one layer computes at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class AttentionMass:
     """
 
     layers: tuple[int, ...]  # the model's layers that attend, counted from 0
-    first_distances: tuple[int, ...]  # of each bin, which ends before the next; in keys
-    mass: dict[str, list[list[list[float]]]]  # of PARTS: [layer][head][bin]
+    first_distances: tuple[int, ...]  # in keys: where each bin starts
+    mass: dict[str, list[list[list[float]]]]  # for each of PARTS: [layer][head][bin]
     entropy: list[list[float]]  # nats
-    mean_distance: list[list[float]]  # keys, of the mass that no sink takes
-    # Of equal weights on all keys that a query sees, with the longest memory.
+    mean_distance: list[list[float]]  # in keys, of the mass that no sink takes
+    # If all keys that a query sees had equal weights, in the layer with the longest memory.
     uniform_entropy: float
     queries: int
-    memory_length: int  # rows that queries had, at most
-    compressed_length: int
+    memory_length: int  # the most rows of memory that queries had
+    compressed_length: int  # the most compressed rows
 
     def share(self, part: str) -> list[list[float]]:
         """Return the mass on compressed rows, memory or segment, [layer][head]."""
@@ -59,17 +59,17 @@ class AttentionMass:
 
 @dataclass
 class _Sums:
-    """What is summed over the queries of the segments measured, in float64."""
+    """Sums over the queries of the measured segments, by layer, in float64."""
 
     num_bins: int
-    mass: dict[int, Tensor] = field(default_factory=dict)  # of each layer: [N, 3 X]
+    mass: dict[int, Tensor] = field(default_factory=dict)  # [N, 3 X]
     entropy: dict[int, Tensor] = field(default_factory=dict)  # [N]
     distance: dict[int, Tensor] = field(default_factory=dict)  # [N]
     uniform: float = 0.0
     queries: int = 0
 
     def add(self, layer: int, weights_NBLC: Tensor, valid_BL: Tensor, num_compressed: int) -> None:
-        """Add the weights of the queries that are valid."""
+        """Add one layer's weights of the valid queries."""
         L, C = weights_NBLC.shape[2:]
         device = weights_NBLC.device
         columns_C = torch.arange(C, device=device)
@@ -97,10 +97,10 @@ class _Sums:
 def _observed(
     module: TransformerXL, sums: _Sums, valid_BL: Tensor, num_compressed: int
 ) -> Iterator[None]:
-    """Add the attention weights of every layer to `sums` when it is called."""
+    """In the block, let each attention layer add its weights to `sums` whenever it is called."""
 
     lengths = module.config.attended_lengths
-    longest = lengths.index(max(lengths))
+    longest_layer = lengths.index(max(lengths))
 
     def hook_of(layer: int) -> Any:
         def hook(attention: Any, inputs: Any, options: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def _observed(
             query_BLNH, parts, terms = attention.inputs(*inputs, visibility=visibility)
             weights_NBLC, _ = weights_and_values(query_BLNH, parts, terms, visibility)
             sums.add(layer, weights_NBLC, valid_BL, num_compressed)
-            if layer == longest:
+            if layer == longest_layer:
                 sums.add_queries(visibility.mask == 0, valid_BL)
 
         return hook
@@ -130,8 +130,8 @@ def measured_stream(
 ) -> tuple[EvaluationStream, int]:
     """Return what to read, and how many of its batches come before those that are measured.
 
-    Measured are segments whose memory is as long as it gets; of a split too short for that, the
-    last one.
+    Segments are measured once memory has its full length. If the split is too short for that, its
+    last segment is measured.
     """
     compressed = config.compressed_length if memory_length else 0
     warm_up = -(-(memory_length + compressed * config.compression_rate) // segment_length)

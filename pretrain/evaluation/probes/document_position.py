@@ -1,10 +1,10 @@
 """Loss by position in the document: what a longer context, and the memory, are worth.
 
-And distances for all probes: their bins, the borders of what a model can see, and intervals of
-proportions.
+The module also has what all probes need: bins of distances, the borders of what a model can see,
+and intervals of proportions.
 
-A scorer beside `evaluate` keeps the losses that it sums, so that both have the same tokens. Letters
-of shapes as in `pretrain.model`.
+`PositionScorer` keeps the losses that `evaluate` sums, so both are of the same tokens. Letters of
+shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pretrain.engines.engine import Scorer
 from pretrain.evaluation.evaluate import EvaluationResult, evaluate
 from pretrain.model.memory import Memory
 
-NORMAL_975 = 1.959963984540054  # for intervals of 95%
+NORMAL_975 = 1.959963984540054  # quantile of the normal distribution, for intervals of 95%
 MOST_BINS = 64
 
 
@@ -74,11 +74,11 @@ def memory_borders(config: ModelConfig, memory_length: int, segment_length: int)
     lengths = config.memory_lengths(memory_length)
     compressed = 0
     if memory_length and config.compressed_length:
-        # Up to a group less one waits for its group.
+        # Rows beyond the compressed ones wait, until they are enough to be compressed.
         compressed = config.compression_rate * (config.compressed_length + 1)
     before = 0  # how much of the stream before its segment a token depends on
     for length in lengths:
-        # Memory rows are as old as the first token that was in their segment.
+        # A memory row saw as far back as the first token of its segment.
         if length:
             before = -(-before // segment_length) * segment_length + length + compressed
     direct, total = segment_length + memory_length + compressed, segment_length + before
@@ -96,12 +96,12 @@ class PositionLoss:
     """The losses of one memory length by position in the document; 0 is its first token."""
 
     memory_length: int
-    loss: float  # of all tokens, in nats, as `evaluate` has it
-    first_positions: tuple[int, ...]  # of each bin, which ends before the next
-    losses: tuple[float, ...]
-    # Of 95% intervals, as if tokens did not depend on each other; None with fewer than two
+    loss: float  # mean of all tokens, in nats, as `evaluate` returns it
+    first_positions: tuple[int, ...]  # where each bin starts
+    losses: tuple[float, ...]  # of each bin
+    # Half of each bin's 95% interval, as if tokens were independent; None for fewer than two.
     margins: tuple[float | None, ...]
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # of each bin
 
 
 class PositionScorer(Scorer):
@@ -120,7 +120,7 @@ class PositionScorer(Scorer):
         nll_BL, after = self._scorer.evaluate(batch, memory, memory_length, num_tokens)
         losses_BL, valid_BL = nll_BL.double().cpu().numpy(), np.asarray(batch.valid_BL)
         waiting = self._waiting
-        if waiting is None:  # the token before a lane, which was not predicted
+        if waiting is None:  # first is the token before each lane, which was not predicted
             num_lanes = len(losses_BL)
             self._last_B = np.full(num_lanes, -1)
             waiting = np.zeros((num_lanes, 1)), np.zeros((num_lanes, 1), bool)
@@ -131,7 +131,7 @@ class PositionScorer(Scorer):
         return nll_BL, after
 
     def result(self, evaluated: EvaluationResult) -> PositionLoss:
-        """Return the means by position; the last token of a lane starts no document."""
+        """Add each lane's last token, which starts no document, and return means by position."""
         if self._waiting is not None:
             self._add(*self._waiting, np.zeros_like(self._waiting[1]))
             self._waiting = None
@@ -177,7 +177,7 @@ def loss_by_position(
     num_lanes: int,
     max_tokens: int = 0,
 ) -> list[PositionLoss]:
-    """Return the losses of the split, or its first `max_tokens`, with each memory length."""
+    """Return the losses of the tokens that `evaluate` scores, with each memory length."""
     results = []
     for memory_length in memory_lengths:
         by_position = PositionScorer(scorer)

@@ -52,7 +52,7 @@ class ProbeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResults:
-    """What the probes that were asked for have found."""
+    """The results of the probes that were asked for."""
 
     step: int
     settings: ProbeSettings
@@ -105,7 +105,7 @@ def run_probes(
     settings: ProbeSettings,
     say: Callable[[str], None] = lambda words: None,
 ) -> ProbeResults:
-    """Take the probes of a model; those that read text need a corpus. `say` hears what runs."""
+    """Run the probes of a model; some need a corpus (`needs_text`). `say` gets what runs now."""
     module, names = scorer.trained.module, settings.names
     assert corpus is not None or not settings.needs_text()
     if "attention" in names and not module.config.num_layers_with_rows:
@@ -129,7 +129,7 @@ def run_probes(
         tokens = tokens_of_corpus(corpus) if corpus else tokens_of_vocabulary(tokenizer)
         shown = (borders.segment, borders.direct, borders.total)
         recalls: dict[RecallKind, list[Recall]] = {name: [] for name in RECALLS if name in names}
-        for kind, found in recalls.items():
+        for kind, by_distance in recalls.items():
             for distance in distances_up_to(settings.longest_distance, shown):
                 say(f"{kind} after {distance:,} tokens")
                 recall = measure_recall(
@@ -141,7 +141,7 @@ def run_probes(
                     segment_length=segment,
                     num_trials=settings.trials,
                 )
-                found.append(recall)
+                by_distance.append(recall)
         results = replace(results, recalls=recalls)
     if corpus is None:
         return results
@@ -183,9 +183,9 @@ def probe_rows(results: ProbeResults) -> list[tuple[str, ...]]:
             rows.append(("position", name, f"loss {loss:.4f}", interval, without))
     if (attention := results.attention) is not None:
         shares = attention.share("memory")
-        found_of_layers = zip(attention.layers, shares, attention.entropy, strict=True)
-        for number, share, entropy in found_of_layers:
+        by_layer = zip(attention.layers, shares, attention.entropy, strict=True)
+        for number, share, entropy in by_layer:
             words = f"entropy {fmean(entropy):.2f} of {attention.uniform_entropy:.2f} nats"
-            layer, found = f"layer {number}", f"{fmean(share):.1%} in memory"
-            rows.append(("attention", layer, found, "-", words))
+            layer, mass = f"layer {number}", f"{fmean(share):.1%} in memory"
+            rows.append(("attention", layer, mass, "-", words))
     return rows

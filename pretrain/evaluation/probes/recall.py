@@ -1,15 +1,14 @@
 """Recall of tokens seen d tokens ago: the needle and the copy.
 
-A pattern of random tokens is read, then other tokens, then the pattern again, d tokens after its
-first occurrence. The needle is a key of four tokens and a value, in text: scored is the value after
-the key's second occurrence (RULER's single needle, Hsieh et al. 2024). The copy is eight tokens
-among random ones: scored is each but the first (induction, Olsson et al. 2022). The prediction is
-the most likely of the candidates, from which patterns are drawn without replacement, less those
-that are already repeated. So chance is exact for every vocabulary, and for every model that cannot
-see the first occurrence. B lanes, J tokens scored in each, X candidates; other letters as in
-`pretrain.model`.
+The model reads a pattern of random tokens, then other tokens, then the pattern again, d tokens
+after its first occurrence. The needle is a key of four tokens and a value, amid text: the value is
+scored after the key's second occurrence (RULER's single needle, Hsieh et al. 2024). The copy is
+eight tokens amid random ones: all but the first are scored (induction, Olsson et al. 2022).
 
-Which tokens probes are made of: ids of the vocabulary itself, so that any tokenizer will do.
+A pattern is drawn from candidates, without replacement. The prediction is the likeliest candidate
+that the second occurrence has not had yet. So chance is known exactly, for every vocabulary and
+every model that cannot see the first occurrence. Tokens are drawn as ids, so any tokenizer will do.
+B lanes, J scored tokens of each, X candidates; other letters as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 
-SAMPLE_TOKENS = 1 << 17  # of the split
-READ_TOKENS = 8192  # at a time
-MOST_TOKENS = 256  # candidates and fillers
+SAMPLE_TOKENS = 1 << 17  # tokens of the split that are read
+READ_TOKENS = 8192  # tokens of the split in one batch
+MOST_TOKENS = 256  # candidates and fillers together
 FEWEST_CANDIDATES = 9
-LANES = 16  # trials computed together; they share their place in the segment
-SHORTEST = 8  # distance
-# Of the scored tokens. Where chance is one of many candidates, a single hit is above it.
+LANES = 16  # trials computed together; their patterns are at the same offset in a segment
+SHORTEST = 8  # tokens: the shortest distance, and the length of a copy
+# The fraction of scored tokens. One hit among many candidates would already be above chance.
 LEAST_RECALLED = 0.5
 
 
@@ -49,7 +48,7 @@ class ProbeTokens:
 
     candidates: Tensor
     fillers: Tensor
-    text: Tensor | None  # without ends of documents
+    text: Tensor | None  # tokens of the split, without ends of documents
     end_id: int  # starts every stream, as it does in training
 
     def filler(self, num_lanes: int, length: int, generator: torch.Generator) -> Tensor:
@@ -80,7 +79,7 @@ def tokens_of_corpus(corpus: Corpus) -> ProbeTokens:
 
 
 def tokens_of_vocabulary(tokenizer: Tokenizer) -> ProbeTokens:
-    """Return ids from all over the vocabulary, of tokens that stand for text."""
+    """Return ids evenly spread over those of the vocabulary that stand for text."""
     sizes_V, _ = tokenizer.text_sizes()
     usable = np.arange(tokenizer.vocab_size)
     if sizes_V.any():
@@ -111,17 +110,17 @@ class Recall:
 
     distance: int  # tokens from the first occurrence of a scored token to its second
     accuracy: float
-    low: float
+    low: float  # of the 95% interval
     high: float
-    chance: float  # without the first occurrence
+    chance: float  # the accuracy of a guess
     loss: float  # nats, among the candidates
-    chance_loss: float  # of equal probabilities
+    chance_loss: float  # nats, of a guess
     trials: int
-    tokens: int  # scored
+    tokens: int  # scored tokens of all trials
 
     @property
     def is_recalled(self) -> bool:
-        """Whether at least half is predicted, and surely more than by chance."""
+        """Whether at least half is predicted, and the whole interval is above chance."""
         return self.accuracy >= LEAST_RECALLED and self.low > self.chance
 
 
@@ -144,11 +143,11 @@ def _pattern(kind: RecallKind) -> _Pattern:
 
 @dataclass(frozen=True)
 class Trials:
-    """Streams that end with the last token to predict, and where the predicted ones are."""
+    """Streams that end with the scored tokens, and the candidates that these may be."""
 
     tokens_BT: Tensor
     num_scored: int  # tokens at the end
-    place_BX: Tensor  # of each candidate in the pattern; those beyond its end are not in it
+    place_BX: Tensor  # each candidate's index in the pattern; beyond its end if not in it
 
 
 def distances_up_to(longest: int, borders: Sequence[int]) -> list[int]:
@@ -161,7 +160,7 @@ def distances_up_to(longest: int, borders: Sequence[int]) -> list[int]:
 
 
 def num_choices(kind: RecallKind, tokens: ProbeTokens) -> list[int]:
-    """Return among how many candidates each scored token is chosen; chance is one of them."""
+    """Return for each scored token how many candidates a guess chooses from."""
     pattern, count = _pattern(kind), len(tokens.candidates)
     return [count - place for place in range(pattern.first_scored, pattern.length)]
 
@@ -174,7 +173,7 @@ def drawn_trials(
     num_lanes: int,
     generator: torch.Generator,
 ) -> Trials:
-    """Return trials with `lead` tokens before the pattern, after an end of document."""
+    """Return trials: an end of document, `lead` tokens, the pattern, others, the pattern."""
     pattern = _pattern(kind)
     order_BX = torch.rand(num_lanes, len(tokens.candidates), generator=generator).argsort(1)
     pattern_BX = tokens.candidates[order_BX[:, : pattern.length]]
@@ -211,7 +210,7 @@ def measure_recall(
 ) -> Recall:
     """Return the recall at one distance; the seed and the distance fix the trials.
 
-    The second occurrence is as often at the start of a segment as at its end.
+    Over the trials, the second occurrence is spread evenly over the offsets in a segment.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + distance)
     groups = -(-num_trials // LANES)
@@ -245,7 +244,7 @@ def measure_recall(
 def _scored(
     logits_BJV: Tensor, trials: Trials, candidates: Tensor, first_scored: int
 ) -> tuple[Tensor, Tensor]:
-    """Return which tokens are predicted, and the loss of each among the candidates, [B, J]."""
+    """Return which tokens are predicted rightly, and each one's loss among candidates, [B, J]."""
     logits_BJX = logits_BJV[..., candidates.to(logits_BJV.device)].double().cpu()
     places_J1 = first_scored + torch.arange(trials.num_scored)[:, None]
     place_B1X = trials.place_BX[:, None]
@@ -256,7 +255,7 @@ def _scored(
 
 
 def recall_distance(results: Sequence[Recall]) -> int:
-    """Return the longest distance that is recalled, with all shorter ones tested; 0 for none."""
+    """Return the longest distance up to which every tested one is recalled; 0 for none."""
     reached = 0
     for result in results:
         if not result.is_recalled:
