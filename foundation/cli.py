@@ -39,14 +39,14 @@ from foundation.typed_values import json_text
 _OVERRIDES = "KEY=VALUE"
 _HELP_WIDTH = 80
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
-# What a resume may do with a setting, by its name; empty for settings that no run has.
+# Returns what a resume may do with the setting of a name; '' for settings that no run has.
 ResumeRule = Callable[[str], str]
-_WIDEST = 100  # columns of settings, so that lines stay readable
+_WIDEST = 100  # columns of explained settings; longer lines are hard to read
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command was asked for: text for people, the same as values for `--json`."""
+    """What a command prints: text for people, or the same facts as values with `--json`."""
 
     text: str
     values: Any
@@ -63,7 +63,7 @@ class Program:
     name: str
     purpose: str
     commands: Mapping[str, tuple[str, str]]  # name -> (target, what it does)
-    libraries: tuple[str, ...] = ()  # whose versions `--version` shows as well
+    libraries: tuple[str, ...] = ()  # `--version` shows their versions, too
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run one command of the command line and return its exit status."""
@@ -102,7 +102,7 @@ class Program:
         if name == "--version":
             print(f"{self.name} {versions(self.libraries)}\nto cite it: CITATION.cff of its source")
             return 0
-        if name == "--complete":  # called by a shell, which says in COMP_LINE what is typed
+        if name == "--complete":  # called by a shell, which puts the typed line into COMP_LINE
             line = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", 1 << 20))]
             print("\n".join(self.candidates([*line.split()[1:], *line[-1:].split(" ")[1:]])))
             return 0
@@ -122,7 +122,10 @@ class Program:
         return answer
 
     def candidates(self, words: Sequence[str]) -> list[str]:
-        """Return what the last of the words after the program's name may become; [] for files."""
+        """Return completions of the last word; [] where a file's name may follow.
+
+        `words` are the typed words after the program's name.
+        """
         name, *rest = words or [""]
         if not rest:
             return [command for command in self.commands if command.startswith(name)]
@@ -132,7 +135,7 @@ class Program:
         return command[0].candidates(rest) if command else []
 
     def _command(self, name: str) -> Program | tuple[_Parser, Run]:
-        """Import a command: another Program, or its parser and what it does."""
+        """Import a command and return its Program, or its parser and `run` function."""
         target, summary = self.commands[name]
         module_name, _, function = target.partition(":")
         module = importlib.import_module(module_name)
@@ -153,30 +156,30 @@ def targets(prefix: str, summaries: Mapping[str, str]) -> dict[str, tuple[str, s
 
 
 def _escape_what_cannot_be_encoded() -> None:
-    """Show escapes on an output whose encoding lacks characters, instead of failing at them."""
+    """Print escapes, instead of failing, where an output's encoding lacks a character."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as every other error: in one line."""
+    """A parser that reports a wrong command line on one line, as all errors are reported."""
 
     def refuse_unknown_flags(self, arguments: Sequence[str]) -> None:
-        """Raise UserError for a flag that there is not, whose value may look like an argument."""
+        """Raise UserError for an unknown flag; argparse might complain of its value instead."""
         for word in itertools.takewhile(lambda word: word != "--", arguments):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
-                # without their dashes, which all flags share
+                # Dashes are not compared: all flags share them.
                 flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
                 del flags["h"], flags["help"]
-                begun = [flag for flag in flags if flag.startswith(name.lstrip("-"))]
-                close = begun or difflib.get_close_matches(name.lstrip("-"), flags, n=1)
+                longer = [flag for flag in flags if flag.startswith(name.lstrip("-"))]
+                close = longer or difflib.get_close_matches(name.lstrip("-"), flags, n=1)
                 hint = did_you_mean(flags[close[0]] if close else "", list(flags.values()))
                 raise UserError(f"unrecognized arguments: {name}{hint}")
 
     def candidates(self, words: Sequence[str]) -> list[str]:
-        """Return the choices of the latest flag, or flags, that the last word may become."""
+        """Return completions of the last word: flags after a dash, else the last flag's choices."""
         latest = next((word for word in reversed(words[:-1]) if word.startswith("-")), "")
         action = self._option_string_actions.get(latest)
         choices: Iterable[Any] = (action and action.choices) or ()
@@ -185,7 +188,7 @@ class _Parser(argparse.ArgumentParser):
         return [text for text in map(str, choices) if text.startswith(words[-1])]
 
     def error(self, message: str) -> NoReturn:
-        message = message.replace(f", {_OVERRIDES}", "")  # argparse takes them for required
+        message = message.replace(f", {_OVERRIDES}", "")  # argparse calls overrides required
         raise UserError(f"{message}; see {self.prog} --help")
 
 
@@ -212,7 +215,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def check_least(arguments: argparse.Namespace, least: int, *names: str) -> None:
-    """Raise ConfigError for the first of these flags with a value below `least`, unless None."""
+    """Raise ConfigError for the first of these flags with a value below `least`; None is valid."""
     for name in names:
         value = getattr(arguments, name)
         for number in value if isinstance(value, list) else [value]:
@@ -251,8 +254,8 @@ def no_resume(name: str) -> str:
 
 
 def matching(schema: Any, prefix: str) -> list[Setting]:
-    """Return the settings that are called `prefix`, with those in them, or else those that have it
-    in their name or among their values, or else in their meaning.
+    """Return the settings with the name `prefix`; else with it in their name or among their
+    choices; else with it in their meaning. A section's own settings follow it.
 
     ConfigError, with a close name, if no setting matches.
     """
@@ -275,14 +278,14 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """Return the values of a setting that is one of several names, or of a list of them."""
+    """Return the names that a setting's type allows, for it or its items; () for other types."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     return tuple(itertools.chain.from_iterable(map(_choices, get_args(hint))))
 
 
 def show_settings(schema: Any, prefix: str, rule: ResumeRule = no_resume) -> int:
-    """Print the settings that begin with `prefix`, in lines as wide as the terminal."""
+    """Print the settings that match `prefix`, in lines as wide as the terminal."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     for line in as_text(schema, prefix, rule, width):
         print(line)
@@ -290,7 +293,7 @@ def show_settings(schema: Any, prefix: str, rule: ResumeRule = no_resume) -> int
 
 
 def as_text(schema: Any, prefix: str, rule: ResumeRule, width: int) -> Iterator[str]:
-    """Yield lines of at most `width` that describe the settings that begin with `prefix`."""
+    """Yield lines of at most `width` columns about the settings that match `prefix`."""
     for setting in matching(schema, prefix):
         head = setting.name if setting.section else f"{setting.name} = {default_of(setting)}"
         facts = [setting.meaning]
@@ -310,12 +313,12 @@ def kind_of(setting: Setting) -> str:
 
 
 def default_of(setting: Setting) -> str:
-    """Return the default as a file would set it; `required` without one."""
+    """Return the default as a file would set it; `required` if there is no default."""
     return "required" if setting.default is MISSING else value_text(setting.default)
 
 
 def as_overrides(settings: Mapping[str, Any]) -> str:
-    """Return the settings as they would stand on a command line."""
+    """Return the settings as a user would type them on a command line."""
     return " ".join(f"{name}={value_text(value)}" for name, value in settings.items())
 
 

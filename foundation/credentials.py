@@ -1,12 +1,11 @@
-"""Secrets: named by settings as `env:NAME`, never written into them, and hidden wherever text shows
-a URL that has them.
+"""Secrets in URLs: settings name the variable that has one, and all output hides them.
 
     https://reader:env:STORE_PASSWORD@host/corpus    the variable STORE_PASSWORD has `PASSWORD@host`
 
-The variable names the host, too: settings of other users, such as their runs', could otherwise
-send any secret of the environment to a host of theirs.
+The variable names the host, too. Otherwise another user's settings, once run, could send any
+variable of the environment to that user's own host.
 
-Errors and logs go through `redacted`, so that no module has to think of it.
+Errors and logs go through `redacted`, so that no other module has to hide secrets.
 """
 
 import os
@@ -18,17 +17,18 @@ HIDDEN = "***"
 _LONGEST_SHOWN = 200  # characters in a message
 _REFERENCE = "env:"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# pathlib makes one slash of two. The limit keeps the search linear in the length of the text.
+# `https://`; pathlib leaves one of its slashes. A limit on the scheme's length keeps the search
+# linear in the length of the text.
 _START = r"[A-Za-z][A-Za-z0-9+.-]{1,30}:/+"
-# What a URL has before `@`. A password may, wrongly, have any character, but 8080/ is a port.
+# What a URL has before `@`. A password may, wrongly, have any character; `:8080/` is a port.
 _USER = re.compile(rf"({_START})([^\s/?#]*|[^\s/?#:@]*:(?!\d+/)[^\s@]*)@")
 # Signatures and tokens: everything after `?` or `#`, up to what cannot be in a URL.
 _SCHEME = re.compile(_START)
 _MARK = re.compile(r"[?#]")
 _QUERY = re.compile(r"[^\"'<>]*")
 _WORD = re.compile(r"\S+")
-# Also: URLs without a scheme, with the slashes of JSON, or a space in the password; and what others
-# give out as keys, whatever its name.
+# Secrets in URLs that have no scheme, JSON's escaped slashes, or a space in the password; and keys
+# of well-known services, wherever they are.
 _OTHERS = re.compile(
     r"(?<![:\w/])//(?P<bare>[^\s/?#:@\\]+:[^\s/@]+)@"
     r"|:(?:\\/){2}(?P<json>[^\s/?#:@\\]+:[^\s/@]+)@"
@@ -52,8 +52,7 @@ def is_variable_name(name: str) -> bool:
 def redacted(text: str) -> str:
     """Return the text, with `***` for users, passwords, queries and fragments of the URLs in it.
 
-    References stay: they are no secret. It takes time in proportion to the text, which may be
-    anything.
+    References (`env:NAME`) stay. The text may be anything; the time is linear in its length.
     """
     text = _OTHERS.sub(_hidden, text)
     if ":/" not in text:
@@ -76,7 +75,7 @@ def _without_users(word: str) -> str:
 
 
 def _users_in(word: str) -> list[re.Match[str]]:
-    """Return what URLs in the word have before `@`, but for parts of an image's name."""
+    """Return matches of _USER in the word, except in the name of a container's image."""
     matches = _USER.finditer(word, 0, word.rfind("@") + 1)
     return [match for match in matches if not _is_of_image(match)]
 
@@ -109,7 +108,7 @@ def _is_reference(user: str) -> bool:
 
 
 def problem_of(text: str) -> str | None:
-    """Return why a URL in it may not be in settings or on a command line; None if all may be."""
+    """Return why a URL in the text may not be in settings or command lines; None if all may."""
     words = [word for word in text.split() if ":/" in word]
     users = [match for word in words for match in _users_in(word)]
     if not all(user[1].startswith("http") and _is_reference(user[2]) for user in users):
@@ -135,7 +134,7 @@ def _shown(text: str) -> str:
 def user_and_password(url: str, variables: Mapping[str, str] = os.environ) -> tuple[str, str, str]:
     """Return the URL without a user, the user, and the password from the variable it names.
 
-    KeyError, with the variable's name, unless it has a password for the URL's host.
+    KeyError, with the variable's name, if the variable has no password for the URL's host.
     """
     match = _USER.match(url)
     if not match:

@@ -15,16 +15,16 @@ from foundation.credentials import redacted
 from foundation.interruption import EXIT_INTERRUPTED, say_interrupted
 
 EXIT_USER_ERROR = 2
-EXIT_NODE_UNUSABLE = 77  # of a rank: another node would do
+EXIT_NODE_UNUSABLE = 77  # a rank's status if it would have started on another node
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest file exceeded
 NO_PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
-# Longer than a path that a person can read; a name of a file has at most 255 bytes.
 LONGEST_SHOWN = 60  # characters of a value in a message
-# Of characters: control, format (such as the order of writing), half ones, line ends.
+# Unicode categories: control, format (such as text direction), surrogate, unassigned, line ends.
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
+# Longer than any path that a person can read: a file's name has at most 255 bytes.
 _LONG_WORD = re.compile(r"(\S{300})\S{100,}(\S{100})")
-# A disk or file server that fails, or is away for a while.
+# Errors of a disk or file server that fails or cannot be reached.
 STORAGE_FAILS = (
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO),
     *(errno.ENODEV, errno.ENXIO, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET),
@@ -50,14 +50,14 @@ class DataError(UserError):
 
 
 class NodeError(UserError):
-    """This node lacks what its job was given; the same settings would work on another one."""
+    """This node lacks something that the job needs; on another node the same settings work."""
 
     exit_status = EXIT_NODE_UNUSABLE
 
 
 @contextlib.contextmanager
 def named_setting(name: str) -> Iterator[None]:
-    """Begin the text of a user's error with the setting that it is about."""
+    """Put the name of a setting before the message of a UserError of the block."""
     try:
         yield
     except UserError as error:
@@ -66,13 +66,13 @@ def named_setting(name: str) -> Iterator[None]:
 
 
 def own_status(error: Exception) -> int:
-    """Return the exit status that a kind of error has."""
+    """Return the exit status of an error by its class."""
     return error.exit_status if isinstance(error, UserError) else EXIT_USER_ERROR
 
 
 def is_of_site(error: BaseException) -> bool:
-    """Whether storage or memory of the host failed, at the root of this error: nothing is wrong
-    with what the user asked for."""
+    """Whether this error or one of its causes is a failure of the host's storage or memory, and
+    not of what the user asked for."""
     if isinstance(error, OSError) and error.errno in (*STORAGE_FAILS, *NO_SPACE, errno.ENOMEM):
         return True
     if isinstance(error, MemoryError) or (isinstance(error, UserError) and error.is_of_site):
@@ -82,7 +82,7 @@ def is_of_site(error: BaseException) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes for control characters except line ends."""
+    """Return the text with escapes for control characters, except line ends and tabs."""
     return "".join(
         character
         if character in "\n\t" or unicodedata.category(character)[0] != "C"
@@ -99,9 +99,9 @@ def is_one_line(text: str) -> bool:
 
 
 def represented(value: object) -> str:
-    """Return `repr` of a value without secrets, or its type if it has none.
+    """Return `repr` of a value without its secrets, or its type if `repr` fails.
 
-    They are hidden here, because a URL that is cut short no longer shows where its password ends.
+    Secrets are hidden before callers cut the text: in a cut URL a password is not recognized.
     """
     try:
         return redacted(repr(value))
@@ -116,12 +116,12 @@ def shown(value: object) -> str:
 
 
 def shown_id(name: str) -> str:
-    """Return the id of a document in one line; quoted if it is not plain."""
+    """Return a document's id as one line: as JSON if a character is not printable."""
     return name if name.isprintable() else json.dumps(name)
 
 
 def short(text: str) -> str:
-    """Return the text without the middle of very long words, such as a text taken for a path."""
+    """Return the text without the middle of very long words, such as a text given as a path."""
     return _LONG_WORD.sub(r"\1[...]\2", text)
 
 
@@ -135,9 +135,9 @@ def exit_status_of(
     report: Callable[[str], None] = print_error,
     status_of: Callable[[Exception], int] = own_status,
 ) -> int:
-    """Run a command and return its exit status, also for what it raises: `status_of` that.
+    """Run a command and return its exit status, after an error the one from `status_of`.
 
-    An error that a user can cause is reported as one line, by default on stderr.
+    An error that a user can cause is reported as one line, by default on stderr; others are raised.
     """
     try:
         return command()
@@ -158,7 +158,7 @@ def exit_status_of(
         report("the host has no memory left; free some, or use a host with more")
         return status_of(error)
     except RuntimeError as error:
-        # Path.resolve hides the error of a circle of links so, before Python 3.13.
+        # Before Python 3.13, Path.resolve raises RuntimeError at a circle of links.
         if not isinstance(cause := error.__context__, OSError) or cause.errno != errno.ELOOP:
             raise
         report(short(_report(cause)))
@@ -169,9 +169,9 @@ def exit_status_of(
 
 
 def os_error_text(error: Exception) -> str:
-    """Return the file and the reason: `RUN/metrics.jsonl: No space left on device`.
+    """Return an OSError's file and reason: `RUN/metrics.jsonl: No space left on device`.
 
-    Of another error, such as one of the user, its own text.
+    For another error, return its message.
     """
     if not isinstance(error, OSError):
         return str(error)
@@ -182,7 +182,7 @@ def os_error_text(error: Exception) -> str:
 
 
 def remedy_of(error: OSError) -> str:
-    """Return what to do about it, without a full stop: `free disk space`."""
+    """Return what to do about an error, without a full stop: `free disk space`."""
     number = error.errno
     if number == errno.EDQUOT:
         return "free space within the quota, or have it raised"
@@ -210,9 +210,9 @@ def _report(error: OSError) -> str:
 
 
 def _path_of(error: OSError) -> str:
-    """Return the file of an error, or the folder that keeps it from being read; '' if unknown.
+    """Return the error's file, or the folder that denies access to it.
 
-    A descriptor is no name.
+    '' if the error has no name, or has a descriptor's number instead.
     """
     if not isinstance(error.filename, str | bytes):
         return ""
@@ -228,9 +228,9 @@ def _is_out_of_inodes(error: OSError) -> bool:
     if error.errno != errno.ENOSPC or not (name := _path_of(error)):
         return False
     for folder in Path(name).absolute().parents:
-        with contextlib.suppress(OSError):  # a folder that could not be made
+        with contextlib.suppress(OSError):  # a folder that was not created: try its parent
             system = os.statvfs(folder)
-            # Without inodes of a fixed number (Btrfs) all counts are 0.
+            # File systems without a fixed number of inodes (Btrfs) report 0 for all counts.
             return bool(system.f_files and not system.f_favail and system.f_bavail)
     return False
 

@@ -1,7 +1,7 @@
 """Files that are complete or absent, and what survives a power failure.
 
-A run, a corpus or an export is written through `atomic_write`, `append_whole`, `make_directory` and
-`move` alone: contents and names are on disk when they return, in this order.
+Runs, corpora and exports are written only through `atomic_write`, `append_whole`, `make_directory`
+and `move`. With `sync`, each puts first contents on disk, then names, and then returns.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from foundation.paths import path_below
 from foundation.typed_values import Count, Sha256, from_json, json_text, parse_json
 
 HASH_BLOCK_BYTES = 1 << 20
-LARGEST_READ_BYTES = 1 << 30  # of binary data that is read at once
-GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins what stands for a file
-SMALL_FILE_BYTES = 1 << 20  # of a text or of JSON, unless its reader names another limit
-LARGEST_LIST_BYTES = 1 << 26  # of a list; 100,000 shards of MDS take 30 MB
-LARGEST_LINE_BYTES = 1 << 22  # of a file that a run appends to
-TAIL_BYTES = 1 << 16  # of a log, read from its end
+LARGEST_READ_BYTES = 1 << 30  # binary data that is read at once
+GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # starts a file not yet pulled
+SMALL_FILE_BYTES = 1 << 20  # limit for texts and JSON, unless the reader names another
+LARGEST_LIST_BYTES = 1 << 26  # limit for a list; one of 100,000 MDS shards has 30 MB
+LARGEST_LINE_BYTES = 1 << 22  # longest line that is read of a file that a run appends to
+TAIL_BYTES = 1 << 16  # read from the end of a log
 YAML_SUFFIXES = (".yaml", ".yml")
-SETTLED_NS = 100_000_000
-_NUM_THREADS = 32  # of `read_together`
-_FEW = 4  # files are not worth a thread
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between looks for a file, in seconds
-_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # of `atomic_write`
-_TAIL_BYTES = 1 << 16  # searched for a half line
+SETTLED_NS = 100_000_000  # time after which another change gives a file other time stamps
+_MOST_THREADS = 32  # `read_together` starts at most these
+_FILES_WITHOUT_THREADS = 4  # for up to 4 files, threads cost more than they save
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two looks for a file
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # names that `atomic_write` gives
+_HALF_LINE_BYTES = 1 << 16  # end of a file that is searched for a half line
 
 
 T = TypeVar("T")
@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def named_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Name `path` in the block's OSErrors that name no file, such as a full disk's.
+    """Put `path` into OSErrors of the block that name no file, such as a full disk's.
 
-    Also in those about a file whose path begins as `temporary`: users do not know such names.
+    It also replaces a path that begins with `temporary`, since users do not know such names.
     """
     try:
         yield
@@ -61,15 +61,15 @@ def named_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
 def atomic_write(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` if the block succeeds; otherwise it is removed.
 
-    `mode` is who may read and write it, less the user's umask. Without `sync`, a power failure may
+    `mode` is the file's permissions, less the user's umask. Without `sync`, a power failure may
     leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
-        temporary.unlink()  # of a killed process with the same number
+        temporary.unlink()  # left by a killed process that had our number
 
     def opener(name: str, flags: int) -> int:
-        # A new file: not one that another user has put there, nor the target of a link.
+        # Create a new file: fail at a file or link that another user has put there.
         return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode)
 
     try:
@@ -89,7 +89,7 @@ def atomic_write(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[B
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes had begun to write in a folder; no other may write there now."""
+    """Remove killed processes' temporary files; no other process may write in `folder` now."""
     for path in folder.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if _TEMPORARY.fullmatch(path.name):
@@ -121,11 +121,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def await_text(path: Path, seconds: float) -> str:
-    """Return the text of a file that another process writes; TimeoutError if it does not come.
+    """Return the text of a file that another process writes; TimeoutError after `seconds`.
 
-    The name is looked up only once its directory lists it: a network file system answers for a
-    minute from its cache that a name does not exist. The pauses grow, since many may wait in one
-    directory.
+    The file is opened only after its directory lists the name: a network file system that was
+    asked for a missing name may repeat that answer for a minute. Pauses between two looks grow,
+    since many processes may wait in one directory.
     """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while path.name not in os.listdir(path.parent):
@@ -137,10 +137,7 @@ def await_text(path: Path, seconds: float) -> str:
 
 
 def own_file(path: str | Path, flags: int) -> int:
-    """Open a file to write, as the `opener` of `open`; never through a link.
-
-    DataError for a link, a pipe or a device.
-    """
+    """Open a file to write, as an `opener` for `open`; DataError for a link, pipe or device."""
     try:
         # O_NONBLOCK: opening a pipe would wait for a reader.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
@@ -155,28 +152,28 @@ def own_file(path: str | Path, flags: int) -> int:
 
 
 def append_whole(path: Path, content: bytes, sync: bool = False) -> None:
-    """Append all of `content`, which is lines, or nothing: a part on a full disk is removed again.
+    """Append all lines in `content`, or none: on a full disk, a part of them is removed again.
 
-    With `sync`, the file and its name are on disk when this returns; else after `sync_file`. What a
-    power failure left of a last line is cut away first.
+    With `sync`, the file and its name are on disk when this returns; else after `sync_file`. A half
+    line that a power failure left at the end is cut away first.
     """
     with named_errors(path):
         descriptor = own_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
-            # What looks like half a line may be one that another process is writing.
+            # A writer holds this lock, so that no process cuts away a line while it is written.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
             if not _cut_half_line(descriptor):
-                content = b"\n" + content  # keep at least this line readable
+                content = b"\n" + content  # the half line stays, and must not join this one
             _append_to(descriptor, content, sync)
         finally:
             os.close(descriptor)
-    if sync:  # each time: its creator may have been killed before this
+    if sync:  # every time: the process that created the file may have been killed before its sync
         fsync_directory(path.parent)
 
 
 def _cut_half_line(descriptor: int) -> bool:
-    """Whether the file ends with a line, after cutting away half of one unless it is locked."""
+    """Cut away a half line at the end if no process is writing it; return whether none is left."""
     if _end_of_lines(descriptor) == os.fstat(descriptor).st_size:
         return True
     try:
@@ -192,12 +189,12 @@ def _cut_half_line(descriptor: int) -> bool:
 
 
 def _end_of_lines(descriptor: int) -> int:
-    """Return the size of a text without a last line that has no end, or has zeros in it.
+    """Return where the last whole line ends; last lines with zero bytes are not whole.
 
-    A block that was never written is read as zeros.
+    A block that a power failure kept from the disk is read as zeros.
     """
     size = os.fstat(descriptor).st_size
-    tail = os.pread(descriptor, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+    tail = os.pread(descriptor, _HALF_LINE_BYTES, max(0, size - _HALF_LINE_BYTES))
     *lines, half = tail.split(b"\n")
     while lines and b"\0" in lines[-1]:
         half = lines.pop() + b"\n" + half
@@ -213,7 +210,7 @@ def _append_to(descriptor: int, content: bytes, sync: bool) -> None:
         if sync:
             os.fsync(descriptor)
     except OSError:
-        # Unless another process has added to the file since: its part is not ours to remove.
+        # If another process has appended since, truncating would remove its lines, too.
         if written and os.fstat(descriptor).st_size == size + written:
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, size)
@@ -230,7 +227,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make what was appended to a file, if there is one, and its name survive a power failure."""
+    """Make a file's contents and name survive a power failure; a missing file is no error."""
     with contextlib.suppress(FileNotFoundError):
         fsync_file(path)
         fsync_directory(path.parent)
@@ -250,9 +247,9 @@ def sync_tree(root: Path) -> None:
 def make_directory(path: Path, mode: int = 0o777) -> Path:
     """Create a directory and its parents unless they exist; a power failure does not undo it.
 
-    `mode` is the last one's, less the user's umask.
+    `mode` is the permissions of `path` itself, less the user's umask.
     """
-    # Also if it exists: its maker may have been killed before this.
+    # Sync `path` also if it exists: the process that made it may have been killed before.
     made = [path, *(parent for parent in path.parents if not parent.exists())]
     path.mkdir(parents=True, exist_ok=True, mode=mode)
     for directory in made:
@@ -264,7 +261,7 @@ def make_directory(path: Path, mode: int = 0o777) -> Path:
 def move(source: Path, target: Path, sync: bool = True) -> None:
     """Rename a file or directory whose contents are synced; a power failure does not undo it.
 
-    Without `sync`, the caller syncs the target's directory after many.
+    Without `sync`, the caller syncs the target's directory, once after many moves.
     """
     os.rename(source, target)
     if sync:
@@ -278,7 +275,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_of_file(file: BinaryIO) -> str:
-    """Return the SHA-256 of an opened file from its start, whatever has its name by now."""
+    """Return the SHA-256 of an opened file, even if another file has its name by now."""
     digest = hashlib.sha256()
     file.seek(0)
     while block := file.read(HASH_BLOCK_BYTES):
@@ -312,12 +309,12 @@ def content_of(path: Path) -> Content:
 
 
 def read_text(path: Path, limit: int = SMALL_FILE_BYTES) -> str:
-    """Return the UTF-8 text of a file; ValueError for another, and as `read_regular`."""
+    """Return the text of a file; ValueError if it is not UTF-8, or as `read_regular` raises it."""
     return read_regular(path, limit).decode()
 
 
 def end_of(path: Path, most: int = TAIL_BYTES) -> str:
-    """Return the end of a log, which may have any size; "" if there is no such file."""
+    """Return the end of a log of any size; "" if it is missing or no regular file."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))
@@ -334,7 +331,7 @@ def read_regular(path: Path, limit: int) -> bytes:
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise ValueError(f"it has {size:,} bytes, expected at most {limit:,}")
-        # Not `limit`: a buffer of that size would be allocated. One byte shows a disk that fails.
+        # Reading `limit` bytes would allocate them; reading none would not show a failing disk.
         return file.read(max(size, 1))
 
 
@@ -347,7 +344,7 @@ def open_regular(path: Path) -> BinaryIO:
         # O_NONBLOCK: opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # no process listens
+        if error.errno == errno.ENXIO:  # `open` never opens a socket
             raise ValueError("it is a socket") from None
         raise
     mode = os.fstat(descriptor).st_mode
@@ -362,22 +359,22 @@ def open_regular(path: Path) -> BinaryIO:
 def read_json(path: Path, limit: int = SMALL_FILE_BYTES) -> Any:
     """Return the value in a JSON file that others may have written.
 
-    ValueError, with the reason, if it is anything else or has more bytes than `limit`: in memory it
-    may take 30 times the space.
+    ValueError has the reason: not JSON, no regular file, or more bytes than `limit`. In memory,
+    JSON may take 30 times its size.
     """
     return parse_json(read_regular(path, limit))
 
 
 def read_value(kind: Any, path: Path, limit: int = SMALL_FILE_BYTES, **options: bool) -> Any:
-    """Return the value of the type in a JSON file, as `from_json`; ValueError as `read_json`."""
+    """Return a JSON file's value, checked by `from_json` to be of a type; errors as `read_json`."""
     return from_json(kind, read_regular(path, limit), **options)
 
 
 def lines_of(path: Path, longest: int = LARGEST_LINE_BYTES, start: int = 0) -> Iterator[bytes]:
-    """Yield the lines, with their ends, of a file that others may have written; none without it.
+    """Yield the lines, with their ends, of a file that others may have written.
 
-    One after the other, from the byte `start` on. The rest of a line after `longest` bytes is left
-    out. DataError if it is not a regular file.
+    Reading begins at the byte `start`. Only the first `longest` bytes of a line are yielded. A
+    missing file has no lines; DataError if it is not a regular file.
     """
     with contextlib.suppress(FileNotFoundError), open_appended(path) as file:
         file.seek(start)
@@ -397,30 +394,30 @@ def open_appended(path: Path) -> BinaryIO:
 
 
 def _skip_hole(file: BinaryIO) -> None:
-    """Continue where a file has data again: a hole of terabytes costs its author nothing."""
+    """Move to the file's next data: a hole of terabytes takes no disk, but hours to read."""
     try:
         file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
     except OSError as error:
-        if error.errno == errno.ENXIO:  # nothing but a hole
+        if error.errno == errno.ENXIO:  # no data follows
             file.seek(0, os.SEEK_END)
 
 
 def warn_of_lines(logger: logging.Logger, path: Path, what: str, numbers: Sequence[int]) -> None:
-    """Warn, if there are any, that lines which are not `what` were skipped, naming the first."""
+    """Warn that lines were skipped because they are not `what`; name the first of `numbers`."""
     if numbers:
         shown = [*map(str, numbers[:9]), *([f"{len(numbers) - 9} more"] if numbers[9:] else [])]
         logger.warning("%s: skipped what is not %s in line %s", path, what, ", ".join(shown))
 
 
 def folder_below(root: Path, name: str) -> Path:
-    """Create the folder `name` below `root` unless it exists; DataError if a link leads there."""
+    """Create the folder `name` below `root` unless it exists; DataError if a part is a link."""
     return make_directory(path_below(root, f"{name}/any").parent)
 
 
 def settled_state(path: Path) -> tuple[int, ...] | None:
-    """Return what changes with a file's contents.
+    """Return a file's number, size and times, which change with its contents.
 
-    None if it has changed a moment ago: its times would not tell a second change that follows.
+    None if it has changed a moment ago: after a second change it might have the same times.
     """
     status = path.stat()
     if time.time_ns() - status.st_ctime_ns <= SETTLED_NS:
@@ -429,8 +426,8 @@ def settled_state(path: Path) -> tuple[int, ...] | None:
 
 
 def read_together(read: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
-    """Return what `read` makes of each of the files, in their order; up to 32 at a time."""
-    if len(paths) <= _FEW:
+    """Return `read(path)` for each path, in order; up to 32 files are read at a time."""
+    if len(paths) <= _FILES_WITHOUT_THREADS:
         return [read(path) for path in paths]
-    with ThreadPoolExecutor(min(_NUM_THREADS, len(paths))) as pool:
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(paths))) as pool:
         return list(pool.map(read, paths))

@@ -1,12 +1,13 @@
 """Ctrl-C in the first moments of a program, while it imports its own modules.
 
-Imports next to nothing itself: what is imported before the block starts is not covered.
+This module imports almost nothing: only imports inside the block are covered.
 """
 
 import sys
 
 EXIT_INTERRUPTED = 130
-ONE_PRESS_SECONDS = 0.5  # two SIGINTs within it are one Ctrl-C, sent to a group and passed on
+# Two SIGINTs within this time are one Ctrl-C: the terminal's, and the same passed on by a parent.
+ONE_PRESS_SECONDS = 0.5
 
 
 class ExitWhenInterrupted:

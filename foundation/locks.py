@@ -1,8 +1,8 @@
-"""Locks between processes and threads, which end with their holder, whatever ended it.
+"""Locks between processes and threads. A lock ends with its holder, even one that was killed.
 
-Some file systems have none, such as Lustre mounted without `flock` or NFS without a lock server.
-There a warning says so, and nothing keeps a second process out; of two attempts of a run, the older
-one then finds that it is fenced off.
+Some file systems have no locks, such as Lustre mounted without `flock` or NFS without a lock
+server. A warning then says that nothing keeps a second process out. Of two attempts of a run, the
+older one still stops: the newer one has fenced it off.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import IO, BinaryIO
 
 from foundation.errors import DataError
 
-LONGEST_PAUSE = 0.05
+LONGEST_PAUSE = 0.05  # seconds between two tries
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _log = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ class NoFileLocksError(DataError):
 
 @contextlib.contextmanager
 def held_lock(path: Path) -> Iterator[BinaryIO | None]:
-    """The lock file, open for reading and appending, while this process holds its lock.
+    """Yield the lock file, open for reading and appending, while this process holds its lock.
 
-    None if another opening holds it. The file stays.
+    Yield None if another opening of the file holds the lock. The file stays.
     """
     with open(path, "a+b", opener=_open_private) as file:
         try:
@@ -68,8 +68,8 @@ def exclusive_lock(path: Path, seconds: float) -> Iterator[None]:
 def is_locked_by(pid: int, path: Path) -> bool:
     """Whether this machine's process `pid` holds the lock.
 
-    Looks into the kernel's table instead of trying the lock: a process that starts at that moment
-    would find it taken.
+    This reads the kernel's table. To try the lock would take it for a moment, and a process that
+    starts then would find it taken.
     """
     entry = re.compile(rf"FLOCK +ADVISORY +WRITE +{pid} \S+:{path.stat().st_ino} ")
     with open("/proc/locks") as table:
@@ -77,7 +77,7 @@ def is_locked_by(pid: int, path: Path) -> bool:
 
 
 def try_lock(file: IO) -> bool:
-    """Whether no other opening held a lock on the file; if so, this one now has the lock."""
+    """Take the lock unless another opening of the file has one; return whether it was taken."""
     return _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -108,15 +108,15 @@ def _flock(file: IO, operation: int) -> bool:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # also a FIFO without a writer
+    return os.open(path, flags | os.O_NONBLOCK)  # do not wait for the writer of a FIFO
 
 
 def _open_private(path: str, flags: int) -> int:
-    # 0600: who can open a lock file can hold it. Also one that was copied with its modes.
+    # 0600: everyone who can open a lock file can hold its lock.
     descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DataError(f"{path} is not a regular file, expected a lock; remove it")
-    with contextlib.suppress(PermissionError):  # another user's: who shares this directory
-        os.fchmod(descriptor, 0o600)
+    with contextlib.suppress(PermissionError):  # a file of another user who shares the directory
+        os.fchmod(descriptor, 0o600)  # the file may exist, copied with another mode
     return descriptor

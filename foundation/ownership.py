@@ -14,8 +14,8 @@ _ROOT = 0
 def private_directory(path: Path) -> Path:
     """Create a directory that only this user can use, or check that an existing one is safe.
 
-    DataError if it is a link, belongs to another user, or others may write into it, or rename it
-    from above: they could replace what this process has checked.
+    DataError if it is a link, belongs to another user, or if others may write into it or rename it:
+    they could replace a file after this process has checked it.
     """
     refuse_open_parents(path)
     make_directory(path, 0o700)
@@ -32,7 +32,7 @@ def check_private(path: Path) -> None:
 def refuse_foreign(path: Path, with_contents: bool = True) -> None:
     """Raise DataError unless only this user and root can have written `path` and all below it.
 
-    For what is executed or trusted. A path that does not exist is accepted.
+    For files that this process executes or trusts. A path that does not exist is accepted.
     """
     try:
         status = _checked(path, (_ROOT, os.geteuid()), f"chmod -R go-w {path}")
@@ -43,7 +43,7 @@ def refuse_foreign(path: Path, with_contents: bool = True) -> None:
             refuse_foreign(path / name)
 
 
-def _checked(path: Path, owners: tuple[int, ...], way_out: str) -> os.stat_result:
+def _checked(path: Path, owners: tuple[int, ...], remedy: str) -> os.stat_result:
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise DataError(f"{path} is a link, expected a file or directory of its own; remove it")
@@ -55,7 +55,7 @@ def _checked(path: Path, owners: tuple[int, ...], way_out: str) -> os.stat_resul
     if status.st_mode & _OTHERS_WRITE:
         raise DataError(
             f"{path} can be written by other users (mode {status.st_mode & 0o777:o}), and its "
-            f"contents are trusted; make sure that it is unchanged, then `{way_out}`"
+            f"contents are trusted; make sure that it is unchanged, then `{remedy}`"
         )
     return status
 
@@ -66,7 +66,7 @@ def is_of_another_user(path: Path) -> bool:
 
 
 def refuse_open_parents(path: Path) -> None:
-    """Raise DataError if every user can replace `path` from above."""
+    """Raise DataError if every user can rename `path` or a folder above it."""
     for parent in filter(Path.exists, path.resolve().parents):
         mode = parent.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:

@@ -1,4 +1,4 @@
-"""Paths and names: of files, of what lies below a directory, and URLs in their place."""
+"""Names of files, paths that stay below a directory, and URLs where a path is expected."""
 
 import re
 from pathlib import Path
@@ -20,10 +20,10 @@ def is_plain_name(name: str) -> bool:
 
 
 def path_below(root: Path, name: str) -> Path:
-    """Return the path `name` below `root`; DataError if it is not a path there.
+    """Return the path `name` below `root`; DataError if the name is not plain or has a link.
 
-    For names that come from elsewhere: they may not leave `root`, neither by `..` nor through a
-    link, and equal paths have equal names.
+    For names in files of others: neither `..` nor a link leads out of `root`, and no path has two
+    names, such as `a/b` and `a//b`.
     """
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in name:

@@ -3,8 +3,8 @@ Only the standard library.
 
 `python -m` looks for every module in the working directory first, so a file numpy.py in the
 directory where a user works would run as the user. (-P, which prevents that, needs Python 3.11.)
-Inside a Slurm job it is no better: on a node that does not see the job's directory, Slurm starts
-programs in /tmp, where everybody can put modules.
+Inside a Slurm job the modules may be another user's: on a node that does not see the job's
+directory, Slurm starts programs in /tmp, where all users can write.
 """
 
 import sys
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-# `python -m` without the working directory. The parent's code comes first unless it is installed.
+# Runs a module as `python -m` does, but does not search the working directory. The directory with
+# the parent process's code comes first, unless Python searches it anyway.
 _START = (
     "import sys; sys.path[:] = filter(None, sys.path); root = sys.argv.pop(1); "
     f"root in sys.path or sys.path.insert(0, root); {_RUN}"
@@ -30,7 +31,7 @@ def own_arguments(module: str, *arguments: str) -> list[str]:
 
 
 def code_that_runs() -> Path:
-    """Return the directory that this project's packages are imported from here."""
+    """Return the directory that has this project's packages as this process imports them."""
     return Path(__file__).absolute().parents[1]
 
 
@@ -50,7 +51,7 @@ def copied_arguments(code: Path, module: str, *arguments: str) -> list[str]:
 
 def versions(libraries: Sequence[str] = ()) -> str:
     """Return the version of these programs, with the commit of a checkout, and of the libraries."""
-    import contextlib  # late, as the others: only this needs them
+    import contextlib  # late, as the next three: only this function needs them
     import shutil
     import subprocess
     from importlib import metadata
@@ -68,7 +69,7 @@ def versions(libraries: Sequence[str] = ()) -> str:
 
 def installed_version() -> str:
     """Return the version of these programs; 0 where they are not installed."""
-    from importlib import metadata  # late: with it come modules of email and zip files
+    from importlib import metadata  # late: it imports modules for email and zip files
 
     try:
         return metadata.version("xl-pretrain")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 INTERVAL_SECONDS = 2.0
-# Largest first: a unit, its seconds, and the least seconds shown in it.
+# Largest first: a unit, its length in seconds, and the shortest duration in seconds shown in it.
 DURATION_UNITS = (("days", 86400, 172_800), ("h", 3600, 6000), ("min", 60, 100))
 
 
@@ -39,11 +39,11 @@ class StatusLine:
         self._is_terminal = sys.stderr.isatty()
         self._width = 0
         self._shown = 0.0
-        self._waiting = ""  # of a pipe: the newest text that was not printed
+        self._waiting = ""  # without a terminal: the newest text, until it is printed
         self._noted: set[Note] = set()
 
     def show(self, what: object) -> None:
-        """Show this instead of what was shown before; a Note stays, and is shown once."""
+        """Show a value instead of the last one; a Note stays, and is shown once."""
         if isinstance(what, Note):
             if what in self._noted:
                 return
@@ -70,6 +70,6 @@ class StatusLine:
         if self._is_terminal and self._width:
             print(file=sys.stderr)
             self._width = 0
-        elif self._waiting:  # the last counts are the whole build's
+        elif self._waiting:  # the last text has the final counts
             print(self._waiting, file=sys.stderr, flush=True)
             self._waiting = ""

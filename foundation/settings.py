@@ -29,24 +29,24 @@ from foundation.typed_values import InvalidValue, Problem, from_tree, is_sha256
 from foundation.yaml_files import WrittenFloat, WrittenInt, merge, parse_override, read_tree
 
 COMMAND_LINE = "command line"
-MOST_PROBLEMS = 20  # in one message
-MOST_SUGGESTED = 3
-_LONGEST_NAME = 60  # characters of an unknown setting's name in a message
+MOST_PROBLEMS = 20  # problems that one message lists
+MOST_SUGGESTED = 3  # settings that one message suggests
+_LONGEST_PART = 60  # characters that a message shows of each part of a dotted name
 LONGEST_SHOWN = 200  # characters of a value in any message
-RANGE, UNIT = "range", "unit"
-MOST = 10**12  # of steps, tokens or bytes: more than any run has, and exact in float64
+RANGE, UNIT = "range", "unit"  # keys of a field's metadata
+MOST = 10**12  # steps, tokens or bytes: more than any run has, and exact in float64
 MOST_THREADS = 4096
-OBJECT_STORES = ("s3", "gs", "azure", "oci", "hf")  # schemes of URLs
-LONGEST_NAME = 100
+OBJECT_STORES = ("s3", "gs", "azure", "oci", "hf")  # schemes of their URLs
+LONGEST_NAME = 100  # characters of a name that a user chooses
 _NAME = re.compile(rf"(?![-.])[A-Za-z0-9._+-]{{1,{LONGEST_NAME}}}")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `least` to `most`; `above` and `below` leave out the number itself.
+    """The numbers from `least` to `most`; `above` excludes `least` itself, `below` excludes `most`.
 
-    With `zero` also 0, which switches something off.
+    `zero` adds the number 0, for settings that 0 switches off.
     """
 
     least: float
@@ -56,7 +56,7 @@ class Range:
     zero: bool = False
 
     def __contains__(self, value: float) -> bool:
-        """Whether the range has the number; it never has NaN."""
+        """Whether the number is in the range; NaN never is."""
         if self.zero and value == 0:
             return True
         enough = value > self.least if self.above else value >= self.least
@@ -80,9 +80,9 @@ def setting(
     default_factory: Any = MISSING,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a field of settings. Of a tuple of numbers, each must be in the range.
+    """Return a dataclass field for a setting; if it is a tuple, each number must be `allowed`.
 
-    `unit` names what a number counts or measures, such as tokens; then it may be written `10k`.
+    `unit` names what a number counts or measures, such as tokens. With a unit, `10k` is a number.
     """
     return field(
         default=default,
@@ -98,7 +98,7 @@ def ranges_of(schema: Any) -> dict[str, Range]:
 
 
 def assert_never(value: NoReturn) -> NoReturn:
-    """End a `match` over a choice: pyright rejects it while a value of the choice is missing.
+    """End a `match` over a choice: pyright reports the choices that have no `case`.
 
     (`typing.assert_never` needs Python 3.11.)
     """
@@ -106,7 +106,7 @@ def assert_never(value: NoReturn) -> NoReturn:
 
 
 def check_ranges(section: str, settings: Any) -> None:
-    """Raise ConfigError if numbers of the settings are out of their ranges; it names all."""
+    """Raise one ConfigError that names all settings whose numbers are out of their ranges."""
     wrong = []
     for name, allowed in ranges_of(settings).items():
         value = getattr(settings, name)
@@ -134,7 +134,7 @@ def require_object_store(name_of: str, url: str) -> None:
 
 
 def require_hash(name_of: str, text: str, source: str) -> None:
-    """Raise ConfigError unless the text is a SHA-256, which `source` shows."""
+    """Raise ConfigError unless the text is a SHA-256; `source` is a command that shows it."""
     if not is_sha256(text):
         raise ConfigError(
             f"{name_of}: found {shown(text)}, expected 64 hexadecimal digits; {source} shows them"
@@ -142,7 +142,7 @@ def require_hash(name_of: str, text: str, source: str) -> None:
 
 
 def require_name(name_of: str, name: str) -> None:
-    """Raise ConfigError unless `name` can name a directory and a job, and is no option."""
+    """Raise ConfigError unless `name` can name a directory and a job, and not be a flag."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name_of}: found {shown(name)}, expected 1 to {LONGEST_NAME} letters, digits "
@@ -154,7 +154,7 @@ def require_name(name_of: str, name: str) -> None:
 class Setting:
     """A setting, or a section of settings, of a schema."""
 
-    name: str  # dotted, such as `optim.schedule.shape`; `data.phases[].lanes` in a list's sections
+    name: str  # dotted: `optim.schedule.shape`; in a list of sections, `data.phases[].lanes`
     hint: Any
     field: Field[Any]
     owner: type
@@ -165,12 +165,12 @@ class Setting:
 
     @property
     def meaning(self) -> str:
-        """One sentence; empty if its field has no docstring."""
+        """The docstring of its field; empty if the field has none."""
         return meanings_of(self.owner).get(self.leaf, "")
 
     @property
     def section(self) -> Any:
-        """The schema of its settings, if it is a section or a list of sections, else None."""
+        """The schema of the section, or of the sections in a list; None for other settings."""
         return self.hint if is_dataclass(self.hint) else section_of_list(self.hint)
 
     @property
@@ -179,12 +179,12 @@ class Setting:
 
     @property
     def unit(self) -> str:
-        """What its number counts or measures; empty for none."""
+        """What its number counts or measures; empty without a unit."""
         return self.field.metadata.get(UNIT, "")
 
     @property
     def default(self) -> Any:
-        """The value without a file; MISSING if it has to be set."""
+        """The value if no file sets it; MISSING if a file must."""
         factory = self.field.default_factory
         return self.field.default if factory is MISSING else factory()
 
@@ -213,15 +213,15 @@ def section_of_list(hint: Any) -> Any:
 
 
 def member_of(hint: Any, value: Any) -> Any:
-    """Return the type in question for a value: of `int | tuple[int, ...]`, by whether it is a list.
+    """Return the member of a union such as `int | tuple[int, ...]` that is meant by a value.
 
-    Other types are returned as they are.
+    It is the tuple for a list. A type that is no such union is returned as it is.
     """
-    of_lists = [member for member in get_args(hint) if get_origin(member) is tuple]
+    tuples = [member for member in get_args(hint) if get_origin(member) is tuple]
     others = [member for member in get_args(hint) if get_origin(member) is not tuple]
-    if get_origin(hint) is not UnionType or len(of_lists) != 1 or len(others) != 1:
+    if get_origin(hint) is not UnionType or len(tuples) != 1 or len(others) != 1:
         return hint
-    return of_lists[0] if isinstance(value, (list, tuple)) else others[0]
+    return tuples[0] if isinstance(value, (list, tuple)) else others[0]
 
 
 @functools.cache
@@ -246,8 +246,8 @@ def meanings_of(schema: type) -> Mapping[str, str]:
 def suggestion(schema: Any, root: Any, where: Sequence[str], name: str) -> str:
     """Return the end of an error about the unknown `name` in the section `where` of `root`.
 
-    It names the settings that are called so in other sections, what `other_names` of the root has
-    for a name of other systems, or else a close name.
+    It names the settings with that name in other sections, else the setting that the root's
+    `other_names` gives for another system's name, else a close name.
     """
     if "." in name:
         nested = name.replace(".", ": {") + ": ..." + "}" * name.count(".")
@@ -268,7 +268,7 @@ def suggestion(schema: Any, root: Any, where: Sequence[str], name: str) -> str:
 
 
 def other_name(schema: Any, name: str) -> str:
-    """Return the end of an error about a name of other systems; '' for any other."""
+    """Return the end of an error about a name that another system uses; '' for other names."""
     own = getattr(schema, "other_names", {}).get(name.lower().replace("_", "").replace("-", ""))
     return f"; here it is {own}" if own else ""
 
@@ -278,7 +278,7 @@ def load_config(
 ) -> T:
     """Return `path`, what it extends, and `a.b=value` overrides as a `schema` instance.
 
-    ConfigError lists the invalid settings, apart from the ones that `overridden_by` made.
+    ConfigError lists the file's problems first, then, under `overridden_by`, the overrides'.
     """
     tree = read_tree(Path(path))
     for override in overrides:
@@ -287,9 +287,9 @@ def load_config(
     if not problems:
         return value
     _, of_file = _checked(schema, read_tree(Path(path))) if overrides else (None, problems)
-    made = [problem for problem in problems if problem not in of_file]
+    added = [problem for problem in problems if problem not in of_file]
     kept = [problem for problem in problems if problem in of_file]
-    raise _error_of((str(path), kept), (f"{overridden_by} (over {path})", made))
+    raise _error_of((str(path), kept), (f"{overridden_by} (over {path})", added))
 
 
 def parse_config(schema: type[T], tree: Mapping[str, Any], source: str) -> T:
@@ -303,7 +303,7 @@ def parse_config(schema: type[T], tree: Mapping[str, Any], source: str) -> T:
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """Return dotted names whose values differ -> (before, after); None if a side lacks the name."""
+    """Return dotted name -> (before, after) where values differ; a missing value is None."""
     changes: dict[str, tuple[Any, Any]] = {}
     for key in [*before, *(key for key in after if key not in before)]:
         old, new = before.get(key), after.get(key)
@@ -315,26 +315,26 @@ def differences(
 
 
 def _checked(schema: Any, tree: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
-    """Return the instance, None if there are problems, and what is wrong with the settings."""
+    """Return the instance, or None if the tree does not make one, and all problems found."""
     value, texts = None, list(_texts_in(tree, ()))
     problems = [f"{_dotted(where)}: {secret}" for where, x in texts if (secret := problem_of(x))]
     try:
         value = from_tree(schema, _as_json(schema, tree), is_finite=True)
     except InvalidValue as error:
         described = filter(None, (_describe(schema, problem) for problem in error.problems()))
-        problems += itertools.islice(described, MOST_PROBLEMS)  # suggestions take time
+        problems += itertools.islice(described, MOST_PROBLEMS)  # each suggestion takes time
     problems = list(dict.fromkeys(problems))
-    long = sorted({text for _, text in texts if len(text) > LONGEST_SHOWN}, key=len)
-    for text in reversed(long if problems else ()):
+    long_texts = sorted({text for _, text in texts if len(text) > LONGEST_SHOWN}, key=len)
+    for text in reversed(long_texts if problems else ()):
         problems = [problem.replace(text, shown(text)) for problem in problems]
     return value, problems
 
 
 def _as_json(hint: Any, value: Any, unit: str = "") -> Any:
-    """Return a setting's value as JSON would have it, by the type that it should have.
+    """Return a setting's value as JSON has it, converted to its type where YAML reads another.
 
-    `10k` is a number where the setting has a unit, 1e6 an integer, and a number of a text keeps
-    its spelling.
+    If the setting has a unit, `10k` becomes a number; if it is an integer, 1e6 becomes one; if it
+    is text, a number becomes the text that the file has.
     """
     if is_dataclass(hint) and (value is None or isinstance(value, Mapping)):
         known = {setting.leaf: setting for setting in _own_settings(hint)}
@@ -365,7 +365,7 @@ def _written(key: Any) -> str:
 
 
 def types_of(hint: Any) -> set[type]:
-    """Return the scalar types that a value of this type may have, also inside of lists."""
+    """Return the scalar types that a value of this type, or an item of a list, may have."""
     if get_origin(hint) is Literal:
         return {type(value) for value in get_args(hint)}
     inside = [inner for inner in get_args(hint) if inner is not Ellipsis]
@@ -373,7 +373,7 @@ def types_of(hint: Any) -> set[type]:
 
 
 def _describe(root: Any, problem: Problem) -> str | None:
-    """Return a line about the problem; None for one of another member of a union."""
+    """Return a line about the problem; None if it is about a union's member that is not meant."""
     hint, unit, owner, names = root, "", root, list[str]()
     for part in problem.where:
         if is_dataclass(hint):
@@ -408,7 +408,7 @@ def _describe(root: Any, problem: Problem) -> str | None:
 
 
 def _texts_in(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield every text in a value of a setting, also names of its keys, and where it is."""
+    """Yield the location and the text of every text in a setting's value, keys included."""
     if isinstance(value, (str, Path)):
         yield where, str(value)
     elif isinstance(value, Mapping):
@@ -434,6 +434,6 @@ def _error_of(*sources: tuple[str, Sequence[str]]) -> ConfigError:
 
 
 def _dotted(names: Sequence[Any]) -> str:
-    """Return the name of a setting; parts that no setting has may be long, and are cut."""
-    parts = (redacted(str(name)) for name in names)  # before a cut hides their end
-    return ".".join(f"{x[:_LONGEST_NAME]}..." if len(x) > _LONGEST_NAME else x for x in parts)
+    """Return the dotted name; a part that a user made up may be long, and is cut."""
+    parts = (redacted(str(name)) for name in names)  # once cut, a password is not recognized
+    return ".".join(f"{x[:_LONGEST_PART]}..." if len(x) > _LONGEST_PART else x for x in parts)

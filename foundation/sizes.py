@@ -6,7 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 BYTES = "bytes"
-_MEASURES = ("seconds", "hours", "GiB", "MiB per second")  # others are counts
+_MEASURES = ("seconds", "hours", "GiB", "MiB per second")  # all other units are counted
 _COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _DECIMAL = {name: factor for name, factor in _COUNTS.items() if name != "B"}
@@ -14,7 +14,7 @@ _OF_BYTES = {
     f"{name}{end}": factor for name, factor in (_DECIMAL | _BINARY).items() for end in ("", "B")
 }
 _OF_COUNTS = {**_COUNTS, **_BINARY}
-_LONGEST = 40  # digits; Python refuses to read thousands
+_LONGEST = 40  # characters of a number; Python refuses integers of thousands of digits
 _LIKE_A_SIZE = re.compile(r"\d[\d_.,]{0,40}\s?[A-Za-z]{1,20}")
 _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s?([A-Za-z]*)", re.ASCII)
 
@@ -34,7 +34,7 @@ def parse_size(text: str, unit: str) -> int | float | None:
 
 
 def size_example(unit: str) -> str:
-    """Return how to write such a number, for an error message."""
+    """Return examples of numbers of the unit, for an error message."""
     if unit == BYTES:
         return "8MiB or 2GB (kB, MB, GB, TB are powers of 1,000; KiB, MiB, GiB, TiB of 1,024)"
     if unit in _MEASURES:
@@ -43,7 +43,7 @@ def size_example(unit: str) -> str:
 
 
 def is_like_size(value: object, unit: str) -> bool:
-    """Whether it is a text like `10x`, where a number of the unit is expected."""
+    """Whether the value, where a number of `unit` is expected, is a text such as `10x`."""
     return bool(unit) and isinstance(value, str) and bool(_LIKE_A_SIZE.fullmatch(value.strip()))
 
 
@@ -54,7 +54,7 @@ def size_of(unit: str) -> Callable[[str], int]:
         value = parse_size(text.removeprefix("-"), unit)
         if not isinstance(value, int):
             raise _not_a_size(text, unit)
-        return -value if text.startswith("-") else value  # the command refuses it by its rule
+        return -value if text.startswith("-") else value  # the command checks the range
 
     return parse
 

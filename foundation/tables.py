@@ -11,7 +11,7 @@ from foundation.files import YAML_SUFFIXES, make_directory, write_text
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a row per mapping, whole or not at all; values that it does not have are empty."""
+    """Write a file, whole or not at all: a row per mapping, with '' for columns that it lacks."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -24,19 +24,19 @@ def check_table_path(path: Path) -> None:
     """Raise ConfigError for the name of a YAML or JSON file, such as an experiment's."""
     if path.suffix in (*YAML_SUFFIXES, ".json"):
         kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"{path} has the name of a {kind} file, expected a table's, x.csv")
+        raise ConfigError(f"{path} has the name of a {kind} file; name the table {path.stem}.csv")
 
 
 def read_csv(text: str, separator: str = ",") -> list[dict[str | None, Any]]:
-    """Return a row per line; csv.Error for another text.
+    """Return a mapping per line after the header; csv.Error if the text is not CSV.
 
-    The cells that the header does not name are under None.
+    A line's cells beyond the header's are under None.
     """
     return list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator))
 
 
 def latex_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a tabular of texts, heads first, for LaTeX with booktabs."""
+    """Return a LaTeX tabular (package booktabs) of the cells; the first row has the heads."""
     names = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     names |= {mark: f"\\{mark}" for mark in "&%$#_{}"}
     heads, *lines = [

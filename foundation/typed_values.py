@@ -1,8 +1,8 @@
 """Typed values: what a file holds, checked once against a type before anything uses it.
 
 A type is a dataclass, a NamedTuple, an enum, a scalar, a list, tuple or dict of them, `X | Y`, or
-one of the types below. The only module that imports pydantic, and late: programs that read nothing
-should start fast. Its errors are translated here alone.
+one of the types below. No other module imports pydantic, and this one does it late: programs that
+read nothing should start fast. This module alone translates pydantic's errors.
 """
 
 import functools
@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from foundation.errors import LONGEST_SHOWN, is_one_line, shown
 from foundation.paths import is_plain_name, path_text
 
-LARGEST_INTEGER = 1 << 53  # what every reader of JSON can hold
+LARGEST_INTEGER = 1 << 53  # every reader of JSON reads integers up to this one exactly
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_EXPECTED = {  # instead of pydantic's words; others have no more than `ctx["expected"]`
+_EXPECTED = {  # pydantic's code -> our words; for other codes `_problem` takes pydantic's
     "bool_type": "true or false",
     "dataclass_type": "an object",
     "dict_type": "an object",
@@ -30,7 +30,7 @@ _EXPECTED = {  # instead of pydantic's words; others have no more than `ctx["exp
     "int_type": "an integer",
     "list_type": "a list",
     "path_type": "a path",
-    "missing": "one more value",  # of a list with a fixed number
+    "missing": "one more value",  # a list of fixed length is too short
     "string_type": "text",
     "too_long": "fewer values",
     "tuple_type": "a list, such as [1, 2]",
@@ -39,7 +39,7 @@ _EXPECTED = {  # instead of pydantic's words; others have no more than `ctx["exp
 
 @dataclass(frozen=True)
 class Rule:
-    """What else the values of a type have to be: `Annotated[str, Rule(str.isascii, "ASCII")]`."""
+    """A further condition on values of a type: `Annotated[str, Rule(str.isascii, "ASCII")]`."""
 
     is_right: Callable[[Any], bool]
     expected: str
@@ -81,7 +81,7 @@ Line = Annotated[str, Rule(is_one_line, "one line of text")]
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a value is not of its type: pydantic's `code`, where it stands and what stands there."""
+    """Why a value is not of its type: pydantic's `code`, the names that lead there, the value."""
 
     code: str
     where: tuple[str | int, ...]
@@ -120,15 +120,15 @@ class InvalidValue(ValueError):
 
 
 def from_json(kind: Any, content: bytes | str, **options: bool) -> Any:
-    """Return the value of the type in a JSON text, as `from_tree`; ValueError for another."""
+    """Return the value of a JSON text as `from_tree` does; ValueError if the text is wrong."""
     return from_tree(kind, parse_json(content), **options)
 
 
 def from_tree(kind: Any, tree: Any, *, is_open: bool = False, is_finite: bool = False) -> Any:
-    """Return the value of the type in a tree of dicts, lists and scalars; InvalidValue for another.
+    """Return a tree of dicts, lists and scalars as a value of a type; InvalidValue if it is not.
 
-    No scalar is converted: `true` and "1" are not numbers, 1.0 is not an int. Objects may have
-    fields that their type does not name only where `is_open`. With `is_finite`, no NaN and inf.
+    No scalar is converted: `true` and "1" are not numbers, 1.0 is not an int. With `is_open`,
+    fields that the type does not name are ignored. With `is_finite`, NaN and inf are invalid.
     """
     from pydantic import ValidationError
 
@@ -143,7 +143,7 @@ def from_tree(kind: Any, tree: Any, *, is_open: bool = False, is_finite: bool = 
 
 @functools.cache
 def _validator(kind: Any, is_open: bool, is_finite: bool) -> Any:
-    # Plug-ins of pydantic are looked for in the metadata of all packages: 15 ms.
+    # pydantic would search all packages' metadata for plug-ins, which takes 15 ms.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from pydantic import ConfigDict, TypeAdapter
     from pydantic_core import SchemaValidator
@@ -155,9 +155,10 @@ def _validator(kind: Any, is_open: bool, is_finite: bool) -> Any:
 
 
 def _with_strict_scalars(schema: Any) -> Any:
-    """Return pydantic's schema, strict for scalars alone: lists become tuples, dicts dataclasses.
+    """Return pydantic's schema, made strict for scalars alone.
 
-    (Its strict mode refuses these, and its lenient one takes "1" for a number.)
+    Its strict mode takes no list as a tuple and no dict as a dataclass; its lenient mode takes "1"
+    as a number.
     """
     if isinstance(schema, (list, tuple)):
         return type(schema)(map(_with_strict_scalars, schema))
@@ -191,9 +192,9 @@ def to_tree(value: Any) -> Any:
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """Return the value as JSON, which has no NaN and inf: they are null.
+    """Return the value as JSON; NaN and inf, which JSON does not have, become null.
 
-    Everything that is written as JSON is made here. `options` are for `json.dumps`.
+    All JSON that the project writes is made here. `options` are for `json.dumps`.
     """
     try:
         return json.dumps(value, allow_nan=False, **options)
@@ -211,7 +212,7 @@ def with_nulls(tree: Any) -> Any:
 
 
 def parse_json(content: bytes | str, **options: Any) -> Any:
-    """Return the value of a JSON text; ValueError for another text, or nested too deeply.
+    """Return the value of a JSON text; ValueError if it is not JSON or nested too deeply.
 
     `options` are for `json.loads`.
     """

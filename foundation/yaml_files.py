@@ -1,6 +1,6 @@
 """YAML files as plain dicts: `extends`, `a.b=value` overrides, numbers such as 1e-3.
 
-The only module that imports PyYAML, and late: commands that read no file should start fast.
+No other module imports PyYAML, and this one does it late: commands that read no file start fast.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from foundation.files import YAML_SUFFIXES, read_regular
 Tree = dict[str, Any]
 # The shipped configurations: a link to the repository's configs/; in a wheel, the files themselves.
 SHIPPED = Path(__file__).parent / "configs"
-# Settings are small; what exceeds these is a mistake or an attack.
+# Settings are small: a file that exceeds these limits is a mistake or an attack.
 LARGEST_YAML_BYTES = 1 << 20
-MOST_FILES = 64  # that one file extends, directly or not
-DEEPEST_NODE = 100
+MOST_FILES = 64  # files that one file may extend, directly or not
+DEEPEST_NODE = 100  # levels of lists and sections
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, a lone surrogate: no file name has them
 _OTHER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary")]
-MOST_NODES = 20_000  # names and values: twenty thousand are read in a second
+MOST_NODES = 20_000  # names and values of a file; reading them takes a second
 TOO_DEEP = "it is nested too deeply"
-LONGEST_INTEGER = 100  # characters
+LONGEST_INTEGER = 100  # characters of an integer
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _DATE_TAG = "tag:yaml.org,2002:timestamp"  # 2026-11-28 is text here
 _INT_TAG = "tag:yaml.org,2002:int"
@@ -58,7 +58,7 @@ class WrittenFloat(float):
 
 
 def find_config(path: Path) -> Path:
-    """Return `path`, or where it is `configs/...` and missing, the shipped file of that name."""
+    """Return `path`; if it is `configs/...` and missing, the shipped file of that name."""
     if path.parts[:1] != ("configs",) or path.exists():
         return path
     shipped = SHIPPED.joinpath(*path.parts[1:])
@@ -66,19 +66,19 @@ def find_config(path: Path) -> Path:
 
 
 def read_tree(path: Path) -> Tree:
-    """Return `path` merged over everything it extends, as plain dicts without any check."""
+    """Return `path` merged over all files that it extends, as plain dicts of unchecked values."""
     return _read_tree(path, (), iter(range(MOST_FILES)))
 
 
 def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[int]) -> Tree:
-    """Like `read_tree`; takes one from `remaining` for every file."""
+    """Return the tree as `read_tree` does; take one item of `remaining` for each file."""
     if next(remaining, None) is None:
         raise ConfigError(
             f"{extended_by[0]} extends more than {MOST_FILES} files, counting a repeated one "
             "each time; extend fewer"
         )
     path = find_config(path)
-    resolved = Path(os.path.realpath(path))  # a link to itself has no `resolve`
+    resolved = Path(os.path.realpath(path))  # Path.resolve fails at a link to itself
     if resolved in extended_by:
         chain = " -> ".join(item.name for item in (*extended_by, resolved))
         raise ConfigError(f"{path} extends itself: {chain}; remove one of these 'extends'")
@@ -116,7 +116,7 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
 
 
 def parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
-    """Return the settings in the text; no error shows the text of a file that another extends."""
+    """Return the settings in the text; errors show no text of a file that another one extends."""
     import yaml
 
     try:
@@ -134,15 +134,15 @@ def parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
 
 
 def _problem_of(error: Exception) -> str:
-    """Return the reason, without a second line with its position."""
+    """Return the reason of the error, without the further lines that give its position."""
     return getattr(error, "problem", None) or str(error).partition("\n")[0]
 
 
 def _place_of(error: Exception, text: str) -> str:
-    """`:LINE:COLUMN`, or '' if the error has no place."""
+    """Return the error's position as `:LINE:COLUMN`; '' if it has none."""
     if mark := getattr(error, "problem_mark", None):
         return f":{mark.line + 1}:{mark.column + 1}"
-    position = getattr(error, "position", None)  # of a forbidden character
+    position = getattr(error, "position", None)  # errors about forbidden characters have it
     if position is None:
         return ""
     before = text[:position]
@@ -150,7 +150,7 @@ def _place_of(error: Exception, text: str) -> str:
 
 
 def _line_of(error: Exception, text: str) -> str:
-    """`, in 'key: [a'`: the line of the error; '' if it has no place or an empty line."""
+    """Return the line of the error, as `, in 'key: [a'`; '' without a position or for no text."""
     mark, lines = getattr(error, "problem_mark", None), text.split("\n")
     line = lines[mark.line].strip() if mark and mark.line < len(lines) else ""
     return f", in {shown(line)}" if line else ""
@@ -178,7 +178,7 @@ def _load(text: str) -> Any:
 
 @functools.cache
 def _loader() -> Any:
-    """Return PyYAML's safe loader with the numbers above; duplicate keys are errors."""
+    """Return PyYAML's safe loader, reading numbers as _NUMBERS; duplicate keys are errors."""
     import yaml
 
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml takes a fifth of the time
@@ -270,7 +270,7 @@ def merge(into: Tree, tree: Mapping[str, Any]) -> None:
                 into[key] = {}
             merge(into[key], value)
         elif value is not None or not isinstance(into.get(key), dict):
-            into[key] = value  # an empty section (None) removes nothing
+            into[key] = value  # but None over a section, as `model:` alone, removes nothing
 
 
 def dump_yaml(tree: Any) -> str:
@@ -295,6 +295,6 @@ def _dumper() -> Any:
 
 
 def require_yaml_name(file: Path) -> None:
-    """Raise ConfigError unless a file that is to be written has a YAML file's name."""
+    """Raise ConfigError unless a file to be written has the name of a YAML file."""
     if file.suffix not in YAML_SUFFIXES:
         raise ConfigError(f"{file} does not end in .yaml; name it {file}.yaml")
