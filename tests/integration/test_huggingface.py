@@ -165,6 +165,14 @@ def test_a_longer_memory_and_the_loss_are_those_of_the_model(exported):
     assert theirs.transformer.layers[0].attention.query_weight.grad.abs().sum() > 0
 
 
+def test_a_frozen_model_passes_gradients_to_what_is_added_behind_its_embedding(exported):
+    theirs = load(exported("plain")[2])
+    assert theirs.get_input_embeddings() is theirs.transformer.embedding
+    theirs.requires_grad_(False)
+    theirs.enable_input_require_grads()  # as LoRA with checkpointing does
+    assert theirs(some_tokens(1, 3 * SEGMENT)).logits.requires_grad
+
+
 @pytest.mark.parametrize("variant", ["adaptive_div2", "compressive"])
 def test_trainer_trains_evaluates_and_takes_the_best_of_an_export(
     variant, exported, tmp_path, capfd

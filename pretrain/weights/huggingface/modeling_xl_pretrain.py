@@ -131,6 +131,10 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         self._keys_to_ignore_on_save = list(self._tied_weights_keys) or None
         self.post_init()
 
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """Return the embedding, a table for each cluster of tokens."""
+        return self.transformer.embedding
+
     def forward(
         self,
         input_ids: Tensor,
