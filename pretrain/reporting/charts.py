@@ -24,6 +24,7 @@ from foundation.errors import printable
 from foundation.files import atomic_write, make_directory
 from foundation.tables import write_csv
 from pretrain.reporting.run_history import History
+from pretrain.rundir.history import setting_changes
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
 from pretrain.rundir.metrics_file import parse_totals
 from pretrain.terminal.text import distinguished, si
@@ -259,6 +260,7 @@ def run_panels(history: History) -> list[Panel]:
         (has_memory, "Value of the memory", "step", VALIDATION_LOSS, _value_of_memory),
         (has("tokens_per_second", train), "Speed", "step", "tokens per second", _speed),
         (has("grad_norm", train), "Gradients", "step", norm, _gradient_norm),
+        (has("learning_rate", train), "Learning rate", "step", "learning rate", _learning_rate),
         (has_layers, "Gradients by layer", "step", norm, norms),
         (has_layers, "Updates by layer", "step", "update / weights", updates),
         (has("time", train), "Progress", seconds, "step", _progress),
@@ -329,6 +331,16 @@ def _speed(history: History, axes: Axes) -> None:
     steps_X, speeds_X = history.series("tokens_per_second")
     axes.plot(steps_X, speeds_X, color=SECOND, linewidth=1.4)
     axes.set_ylim(0, speeds_X.max() * 1.15 if len(speeds_X) else 1)
+
+
+def _learning_rate(history: History, axes: Axes) -> None:
+    """The rate of each update, and where a resume has changed settings of updates."""
+    axes.plot(*history.series("learning_rate"), color=SECOND, linewidth=1.4)
+    steps = {change.step for change in setting_changes(history.ledger)}
+    for number, step in enumerate(sorted(steps)):
+        label = None if number else "changed settings"
+        axes.axvline(step, color=FAINT, linewidth=1.0, linestyle=DASHED, label=label)
+    axes.set_ylim(bottom=0)
 
 
 def _gradient_norm(history: History, axes: Axes) -> None:

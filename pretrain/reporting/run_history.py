@@ -5,6 +5,7 @@ Memory does not grow with the run. B marks buckets: stretches of the run of equa
 
 import itertools
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from pretrain.rundir.metrics_file import (
     summarize,
 )
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_step import run_step
 
 MOST_BUCKETS = 1500  # a run of fewer steps is kept whole
 logger = logging.getLogger(__name__)
@@ -230,25 +232,37 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """The past of the run in this directory; DataError if it has made no step yet."""
-    run_dir = RunDir.open(path)
-    latest = next(latest_measurements(run_dir.metrics), {"step": 0})
-    measured = thinned(read_measurements(run_dir.metrics), latest["step"])
+    """The past of the run in this directory, or up to its checkpoint RUN@STEP.
+
+    DataError if it has made no step yet.
+    """
+    directory, until = run_step(path)
+    run_dir = RunDir.open(directory)
+    latest = next(latest_measurements(run_dir.metrics), {"step": 0})["step"]
+    last = math.inf if until is None else until
+    lines = (line for line in read_measurements(run_dir.metrics) if line["step"] <= last)
+    measured = thinned(lines, latest if until is None else until)
     evaluations = {line["step"]: line for line in measured.evaluations}
     for line in run_dir.read_evaluations():
-        evaluations[line["step"]] = {**evaluations.get(line["step"], {}), **line}
+        if line["step"] <= last:
+            evaluations[line["step"]] = {**evaluations.get(line["step"], {}), **line}
     measured = replace(measured, evaluations=[evaluations[step] for step in sorted(evaluations)])
     if not len(measured.loss_steps_B):
         raise DataError(f"{path} has no measured step yet; train it first")
+    ledger, last_sign = run_dir.ledger.history(), run_dir.metrics.stat().st_mtime
+    if until is not None:
+        times = [line["time"] for line in measured.train if "time" in line]
+        last_sign = times[-1] if times else last_sign
+        ledger = [event for event in ledger if event.time <= last_sign]
     return History(
-        path=path,
-        config=run_dir.config,
+        path=path if until is None else directory.with_name(f"{directory.name}@{until}"),
+        config=run_dir.config if until is None else run_dir.settings_at(until),
         measured=measured,
-        ledger=run_dir.ledger.history(),
-        last_sign=run_dir.metrics.stat().st_mtime,
-        saved_step=latest_step(run_dir.checkpoints),
+        ledger=ledger,
+        last_sign=last_sign,
+        saved_step=latest_step(run_dir.checkpoints) if until is None else until,
         # a lock of another host cannot be looked up: its run counts as running
-        is_running=any(lock.is_held is not False for lock in run_dir.locks()),
+        is_running=until is not None or any(lock.is_held is not False for lock in run_dir.locks()),
     )
 
 

@@ -69,7 +69,9 @@ def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
         _table(names, [{key: value_text(each[key]) for key in each} for each in settings]),
         _table(names, list(map(_numbers, histories))),
     ]
-    members = member_names(names, changed)
+    members, seeds = member_names(names, changed), [history.config.seed for history in histories]
+    if len({*zip(members, seeds, strict=True)}) < len(members):  # RUN@STEP of one run, say
+        members = names
     if len({*members}) < len(members):
         tables.insert(0, member_rows(members_of(histories, members)))
         write_table(directory / "members.csv", tables[0])

@@ -32,6 +32,7 @@ from pretrain.rundir.events import (
     JobEndReason,
     Outcome,
     Rewind,
+    SettingsChanged,
     Spike,
     TrainingBegan,
     TrainingEnded,
@@ -177,12 +178,12 @@ def test_the_report_is_one_page_without_the_network_and_figures(run, capsys):
     assert text.count(HOSTILE) >= 2, "nothing is lost"
     for words in ("step 10", "segments 12 to 24", "44%", "attempt 7 ", "SIGKILL", "job 17 "):
         assert words in text
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == 8
     assert not re.search(r'<svg[^>]* (width|height)="', page), "charts fit the page"
     assert "var(--second)" in page, "charts have the page's colors"
     assert all(f">{name}</text>" in page for name in ("layer 0", "layer 1", "embedding", "output"))
     for suffix in ("pdf", "png", "svg", "csv"):
-        assert len(list((run / "figures").glob(f"*.{suffix}"))) == 7
+        assert len(list((run / "figures").glob(f"*.{suffix}"))) == 8
     assert (run / "figures" / "loss.csv").read_text().count("\n") > 8
     assert "4 layers, AdamW" in (run / "figures" / "gradients-by-layer.svg").read_text()
 
@@ -345,3 +346,29 @@ def test_figures_do_not_obey_the_working_directory(tmp_path):
         "assert not matplotlib.rcParams['text.usetex']\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_report_of_an_older_step_is_of_the_run_as_it_was(run):
+    run_dir = RunDir.open(run)
+    for step in (10, 30):
+        publish_step(run_dir.checkpoints, step)
+    changed = SettingsChanged(changes={"optim.learning_rate": (2e-3, 1e-3)}, step=20)
+    write_ledger(run_dir, *run_dir.ledger.read()[:-1], at(70, changed))
+    history = read_history(Path(f"{run}@10"))
+    assert (history.step, history.saved_step, history.name) == (10, 10, "small (small@10)")
+    assert [line["step"] for line in history.evaluations] == [10]
+    assert (history.failures, history.rewinds, history.unsaved) == ([], [], "")
+    assert history.config.optim.learning_rate == 2e-3
+    assert read_history(Path(f"{run}@30")).failures, "of step 15"
+
+
+def test_the_rate_has_a_chart_with_a_line_where_a_resume_has_changed_it(run):
+    changed = SettingsChanged(changes={"optim.learning_rate": (1e-3, 5e-4)}, step=20)
+    run_dir = RunDir.open(run)
+    write_ledger(run_dir, *run_dir.ledger.read(), at(70, changed))
+    (panel,) = [each for each in run_panels(read_history(run)) if each.title == "Learning rate"]
+    axes = Figure().add_subplot()
+    panel.draw(axes)
+    rate, line = axes.lines
+    assert len(rate.get_xdata()) == STEPS
+    assert [*line.get_xdata()] == [20, 20]
