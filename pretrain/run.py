@@ -102,7 +102,7 @@ from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
 from pretrain.state import TrainState
 from pretrain.train import Parts, RankProcess, train
-from pretrain.weights.export import check_initial_weights, load_initial_weights
+from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights
 
 logger = logging.getLogger(__name__)
 

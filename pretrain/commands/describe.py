@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     config = resolve_if_built(config)
     if config.initial_weights is not None and not is_run:
         # Late: it imports torch, to compare shapes. A run that exists has its own weights.
-        from pretrain.weights.export import check_initial_weights
+        from pretrain.weights.initial_weights import check_initial_weights
 
         check_initial_weights(config)
     return describe(config, hardware, arguments.mfu)

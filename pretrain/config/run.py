@@ -321,7 +321,7 @@ class RunConfig:
     seed: int = setting(1, Range(0, LARGEST_SEED))
     """Seed of weights, dropout and the lanes' order."""
     initial_weights: Path | None = None
-    """Export to start from (relative: to the working directory); null: draw them as published."""
+    """Export or RUN@STEP to start from (relative to the working directory); null: draw them."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     data: DataConfig = field(default_factory=DataConfig)

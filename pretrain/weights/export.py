@@ -1,7 +1,6 @@
 """A model as a directory that needs neither a run nor DeepSpeed: writing it and reading it.
 
-A run may start from its weights, with any engine and ZeRO stage. A trained model on one
-process is read from an export or a checkpoint.
+A trained model on one process is read from an export or a checkpoint.
 
 DIR/model.safetensors   every parameter once, in float32, under the model's own names
 DIR/tokenizer/          the tokenizer of the corpus
@@ -32,7 +31,7 @@ from data_pipeline.config import CacheConfig
 from data_pipeline.corpora.corpus_identity import tokenizer_of
 from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.tokenizer import DESCRIPTION_NAME, MODEL_NAME, Tokenizer
-from foundation.errors import ConfigError, DataError, named_setting, shown
+from foundation.errors import ConfigError, DataError
 from foundation.files import (
     Content,
     fsync_file,
@@ -50,15 +49,14 @@ from foundation.settings import parse_config
 from foundation.typed_values import Count, Sha256, from_tree, json_text, one_of, to_tree
 from pretrain.checkpoint.directory import step_directory
 from pretrain.checkpoint.load import load_weights
-from pretrain.checkpoint.pieces import open_tensors
 from pretrain.checkpoint.verify import latest_valid, verify_and_keep
 from pretrain.config.engine import Attention, attention_in
-from pretrain.config.model import ModelConfig, Precision
+from pretrain.config.model import Precision
 from pretrain.config.phases import run_at
 from pretrain.config.run import RunConfig
 from pretrain.costs.device_memory import MASTER_BYTES
 from pretrain.costs.flops import parameter_counts
-from pretrain.engines.engine import Engine, check_precision
+from pretrain.engines.engine import check_precision
 from pretrain.errors import CheckpointError
 from pretrain.model.parameters import dtype_of, load_parameters
 from pretrain.model.transformer_xl import TransformerXL
@@ -256,102 +254,6 @@ def _file_entry(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing or not a regular file; {EXPORT_AGAIN}")
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-
-
-def check_initial_weights(run: RunConfig) -> None:
-    """Raise an error, before anything is written, if the run cannot start from its weights.
-
-    CheckpointError unless names and shapes fit the run's model and the export computed the same
-    function of its weights; DataError if the export has another tokenizer.
-    """
-    export = run.initial_weights
-    if export is None:
-        return
-    with named_setting("initial_weights"):
-        trained, prefix = _model_of_export(export)
-    _refuse_other_tokens(run, export)
-    with open_tensors(export / WEIGHTS) as handle:
-        names = [name for name in handle.keys() if name.startswith(prefix)]  # noqa: SIM118
-        shapes = {
-            name.removeprefix(prefix): list(handle.get_slice(name).get_shape()) for name in names
-        }
-    _refuse_other_shapes(run, export, shapes)
-    _refuse_other_function(run, export, trained)
-
-
-def _model_of_export(export: Path) -> tuple[ModelConfig, str]:
-    """Return an export's model, and what stands before its tensors' names: of either format."""
-    tree = read_json(export / CONFIG, LARGEST_CONFIG_BYTES) if is_export(export) else {}
-    kind = tree.get("model_type") if isinstance(tree, dict) else None
-    if kind is None:
-        run = parse_config(RunConfig, checked_export(export)["run"], str(export / CONFIG))
-        return run.model, ""
-    if kind != HUGGING_FACE_TYPE:
-        raise CheckpointError(
-            f"{export} is a {shown(kind)} of Hugging Face, expected an export of this project: "
-            "weights of another family cannot start a run"
-        )
-    settings = {
-        field.name: tree[field.name]
-        for field in dataclasses.fields(ModelConfig)
-        if field.name in tree
-    }
-    return parse_config(ModelConfig, settings, str(export / CONFIG)), HUGGING_FACE_PREFIX
-
-
-def load_initial_weights(engine: Engine, run: RunConfig) -> None:
-    """Copy the export's weights, if any, into the engine's fp32 master weights."""
-    if run.initial_weights is None:
-        return
-    _, prefix = _model_of_export(run.initial_weights)
-    with open_tensors(run.initial_weights / WEIGHTS) as handle:
-        for fragment in engine.fragments():
-            view = fragment.values["weight"]
-            whole = handle.get_tensor(f"{prefix}{fragment.name}").reshape(-1)
-            view.copy_(whole[fragment.start : fragment.start + view.numel()])
-    engine.after_load(0)
-
-
-def _refuse_other_tokens(run: RunConfig, export: Path) -> None:
-    if not (export / TOKENIZER).is_dir():
-        return
-    homes = (export, run.data.directory())
-    its, ours = (tokenizer_of(home).fingerprint for home in homes)
-    if its != ours:
-        raise DataError(
-            f"initial_weights={export} was trained with tokenizer {its[:16]}, {run.data.path} has "
-            f"{ours[:16]}; build the corpus with tokenizer.path={export / TOKENIZER}"
-        )
-
-
-def _refuse_other_shapes(run: RunConfig, export: Path, found: dict[str, list[int]]) -> None:
-    with torch.device("meta"):
-        parameters = TransformerXL(run.model).named_parameters()
-        expected = {name: list(value.shape) for name, value in parameters}
-    names = found.keys() | expected.keys()
-    odd = sorted(name for name in names if found.get(name) != expected.get(name))
-    if odd:
-        name = odd[0]
-        raise CheckpointError(
-            f"initial_weights={export}: {name} has shape {found.get(name, 'none')}, the run's "
-            f"model expects {expected.get(name, 'none')} ({len(odd)} differ); use the model "
-            f"settings in {export / CONFIG}"
-        )
-
-
-def _refuse_other_function(run: RunConfig, export: Path, trained: ModelConfig) -> None:
-    """Raise CheckpointError where norm position, activation or positions make another model."""
-    its, ours = trained.function_settings(), run.model.function_settings()
-    odd = sorted(name for name in its.keys() | ours.keys() if its.get(name) != ours.get(name))
-    if odd:
-        differences = "; ".join(
-            f"model.{name} is {getattr(trained, name)} there and {getattr(run.model, name)} here"
-            for name in odd
-        )
-        raise CheckpointError(
-            f"initial_weights={export} were trained as another function: {differences}; use the "
-            f"model settings in {export / CONFIG}"
-        )
 
 
 @dataclass(frozen=True)

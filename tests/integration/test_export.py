@@ -67,12 +67,13 @@ def test_an_existing_output_is_refused(exported, capsys):
     assert str(output) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layout", ["own", "huggingface"])
-def test_a_new_run_starts_from_the_weights_of_an_export(exported, tmp_path, layout):
+@pytest.mark.parametrize("layout", ["own", "huggingface", "checkpoint"])
+def test_a_new_run_starts_from_the_weights_of_an_export_or_a_checkpoint(exported, tmp_path, layout):
     """A learning rate that moves nothing: what comes out is what went in."""
     run, own = exported
-    output = tmp_path / "start"
-    assert main(["export", str(run), "--output", str(output), "--format", layout]) == 0
+    output = Path(f"{run}@last") if layout == "checkpoint" else tmp_path / "start"
+    if layout != "checkpoint":
+        assert main(["export", str(run), "--output", str(output), "--format", layout]) == 0
     settings = ["engine.kind=deepspeed", "engine.zero_stage=3", f"initial_weights={output}"]
     settings += ["optim.steps=2", "optim.learning_rate=1e-30"]
     train = ["train", str(run.parent / "tiny.yaml"), f"--run-dir={tmp_path / 'run'}", *settings]
@@ -88,6 +89,11 @@ def test_weights_of_another_model_are_refused(exported, tmp_path, capsys):
     train.append("model.d_model=16")
     assert main([*train, f"initial_weights={output}"]) == 2
     assert str(output) in capsys.readouterr().err
+    assert main([*train, f"initial_weights={run}@last"]) == 2
+    assert f"use the model settings in {run / 'config.yaml'}" in capsys.readouterr().err
+    assert main([*train, f"initial_weights={run}@7000"]) == 2
+    assert "initial_weights: " in (said := capsys.readouterr().err)
+    assert "no usable checkpoint of step 7000; name one" in said
     assert main([*train, f"initial_weights={tmp_path}"]) == 2
     assert "'pretrain export'" in capsys.readouterr().err
     (tmp_path / "model.safetensors").write_bytes(b"")

@@ -36,7 +36,8 @@ from pretrain.rundir.changed_settings import describe_rate, refused_changes
 from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.history import setting_changes
 from pretrain.rundir.run_dir import RunDir
-from pretrain.weights.export import check_initial_weights, write_export
+from pretrain.weights.export import write_export
+from pretrain.weights.initial_weights import check_initial_weights
 from tests.helpers.checkpoints import publish_step
 from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.models import TINY

@@ -1,0 +1,178 @@
+"""The weights that a run starts from: of an export, or of a checkpoint that a run has kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data_pipeline.corpora.corpus_identity import tokenizer_of
+from foundation.errors import DataError, named_setting, shown
+from foundation.files import read_json
+from foundation.settings import parse_config
+from pretrain.checkpoint.directory import step_directory
+from pretrain.checkpoint.index import read_index
+from pretrain.checkpoint.load import FragmentReader
+from pretrain.checkpoint.pieces import open_tensors
+from pretrain.checkpoint.verify import verify
+from pretrain.config.model import ModelConfig
+from pretrain.config.run import RunConfig
+from pretrain.engines.engine import Engine
+from pretrain.errors import CheckpointError
+from pretrain.model.transformer_xl import TransformerXL
+from pretrain.rundir.events import TrainingBegan
+from pretrain.rundir.history import last_event
+from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_step import RunStep, run_step
+from pretrain.weights.export import (
+    CONFIG,
+    HUGGING_FACE_PREFIX,
+    HUGGING_FACE_TYPE,
+    LARGEST_CONFIG_BYTES,
+    TOKENIZER,
+    WEIGHTS,
+    checked_export,
+    is_export,
+)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What is known of the weights."""
+
+    model: ModelConfig
+    shapes: dict[str, list[int]]
+    tokenizer: str  # its fingerprint; "" if that is unknown
+    settings: Path  # the file that has the model's
+
+
+def check_initial_weights(run: RunConfig) -> None:
+    """Raise an error, before anything is written, if the run cannot start from its weights.
+
+    CheckpointError unless names and shapes fit the run's model and the weights were trained as the
+    same function; DataError if with another tokenizer.
+    """
+    weights = run.initial_weights
+    if weights is None:
+        return
+    with named_setting("initial_weights"):
+        named = _kept(weights)
+        origin = _of_checkpoint(*named) if named else _of_export(weights)
+    _refuse_other_tokens(run, weights, origin)
+    _refuse_other_shapes(run, weights, origin)
+    _refuse_other_function(run, weights, origin)
+
+
+def load_initial_weights(engine: Engine, run: RunConfig) -> None:
+    """Copy the weights, if any, into the engine's fp32 master weights."""
+    weights = run.initial_weights
+    if weights is None:
+        return
+    if named := _kept(weights):
+        directory = step_directory(RunDir(named.run).checkpoints, named.step or 0)
+        with FragmentReader(read_index(directory)) as reader:
+            for fragment in engine.fragments():
+                view = fragment.values["weight"]
+                reader.copy_into(view, fragment.name, fragment.start, "weight")
+    else:
+        _, prefix = _model_of_export(weights)
+        with open_tensors(weights / WEIGHTS) as handle:
+            for fragment in engine.fragments():
+                view = fragment.values["weight"]
+                whole = handle.get_tensor(f"{prefix}{fragment.name}").reshape(-1)
+                view.copy_(whole[fragment.start : fragment.start + view.numel()])
+    engine.after_load(0)
+
+
+def _kept(weights: Path) -> RunStep | None:
+    """Return the checkpoint that is named, of a run alone its latest; None for an export."""
+    if is_export(weights):
+        return None
+    named = run_step(f"{weights}@last" if RunDir(weights).exists() else weights)
+    return None if named.step is None else named
+
+
+def _of_checkpoint(path: Path, step: int | None) -> _Origin:
+    run_dir = RunDir.open(path)
+    verify(step_directory(run_dir.checkpoints, step or 0))
+    began = last_event(run_dir.ledger.read(), TrainingBegan)
+    model, tokenizer = run_dir.config.model, began.tokenizer if began else ""
+    return _Origin(model, _shapes(model), tokenizer, run_dir.config_file)
+
+
+def _of_export(export: Path) -> _Origin:
+    model, prefix = _model_of_export(export)
+    with open_tensors(export / WEIGHTS) as handle:
+        names = [name for name in handle.keys() if name.startswith(prefix)]  # noqa: SIM118
+        shapes = {
+            name.removeprefix(prefix): list(handle.get_slice(name).get_shape()) for name in names
+        }
+    tokenizer = tokenizer_of(export).fingerprint if (export / TOKENIZER).is_dir() else ""
+    return _Origin(model, shapes, tokenizer, export / CONFIG)
+
+
+def _model_of_export(export: Path) -> tuple[ModelConfig, str]:
+    """Return an export's model, and what stands before its tensors' names: of either format."""
+    tree = read_json(export / CONFIG, LARGEST_CONFIG_BYTES) if is_export(export) else {}
+    kind = tree.get("model_type") if isinstance(tree, dict) else None
+    if kind is None:
+        run = parse_config(RunConfig, checked_export(export)["run"], str(export / CONFIG))
+        return run.model, ""
+    if kind != HUGGING_FACE_TYPE:
+        raise CheckpointError(
+            f"{export} is a {shown(kind)} of Hugging Face, expected an export of this project: "
+            "weights of another family cannot start a run"
+        )
+    settings = {
+        field.name: tree[field.name]
+        for field in dataclasses.fields(ModelConfig)
+        if field.name in tree
+    }
+    return parse_config(ModelConfig, settings, str(export / CONFIG)), HUGGING_FACE_PREFIX
+
+
+def _shapes(model: ModelConfig) -> dict[str, list[int]]:
+    with torch.device("meta"):
+        parameters = TransformerXL(model).named_parameters()
+        return {name: list(value.shape) for name, value in parameters}
+
+
+def _refuse_other_tokens(run: RunConfig, weights: Path, origin: _Origin) -> None:
+    ours = tokenizer_of(run.data.directory()).fingerprint if origin.tokenizer else ""
+    if origin.tokenizer != ours:
+        own = f" with tokenizer.path={weights / TOKENIZER}" if is_export(weights) else ""
+        raise DataError(
+            f"initial_weights={weights} was trained with tokenizer {origin.tokenizer[:16]}, "
+            f"{run.data.path} has {ours[:16]}; build the corpus{own or ' with its tokenizer'}"
+        )
+
+
+def _refuse_other_shapes(run: RunConfig, weights: Path, origin: _Origin) -> None:
+    found, expected = origin.shapes, _shapes(run.model)
+    names = found.keys() | expected.keys()
+    odd = sorted(name for name in names if found.get(name) != expected.get(name))
+    if odd:
+        name = odd[0]
+        raise CheckpointError(
+            f"initial_weights={weights}: {name} has shape {found.get(name, 'none')}, the run's "
+            f"model expects {expected.get(name, 'none')} ({len(odd)} differ); use the model "
+            f"settings in {origin.settings}"
+        )
+
+
+def _refuse_other_function(run: RunConfig, weights: Path, origin: _Origin) -> None:
+    """Raise CheckpointError where norm position, activation or positions make another model."""
+    trained = origin.model
+    its, ours = trained.function_settings(), run.model.function_settings()
+    odd = sorted(name for name in its.keys() | ours.keys() if its.get(name) != ours.get(name))
+    if odd:
+        differences = "; ".join(
+            f"model.{name} is {getattr(trained, name)} there and {getattr(run.model, name)} here"
+            for name in odd
+        )
+        raise CheckpointError(
+            f"initial_weights={weights} were trained as another function: {differences}; use the "
+            f"model settings in {origin.settings}"
+        )
