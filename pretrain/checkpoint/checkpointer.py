@@ -76,7 +76,7 @@ class Checkpointer:
         self._remover = Worker("removal")
         self._failures = WriteFailures(retry or StorageRetry())
         self._held = held
-        self._published_step = 0  # of the last save that all ranks finished, or of the restored one
+        self._published_step = 0  # the last step that all ranks finished saving, or restored
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -137,7 +137,7 @@ class Checkpointer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save in progress has failed on this rank. If so on any, all call `finish`."""
+        """Whether the save in progress has failed on this rank; then all ranks call `finish`."""
         return self._save is not None and self._save.problem is not None
 
     @property
@@ -181,9 +181,9 @@ class Checkpointer:
         if problem.is_transient:
             text = f"step {step} not saved: {problem.text}"
             self._failures.failed(text, "training continues", problem.remedy)
-        # Clocks differ, so rank 0's decides. No rank writes any more, because `finish` has waited
-        # for all, so the files can be removed. `discard` removes only this attempt's, because a
-        # newer attempt may be saving the same step.
+        # Clocks differ, so rank 0's clock decides. No rank writes any more, because `finish` has
+        # waited for all ranks, so the files can be removed. `discard` removes only this attempt's
+        # files, because a newer attempt may be saving the same step.
         is_over_limit = broadcast_value(self._failures.is_over_limit, bool)
         if self._world.is_main:
             self._disk.discard(step)
@@ -204,13 +204,13 @@ class Checkpointer:
             except UserError as error:
                 return SaveProblem(str(error), is_transient=False, remedy="")
             except OSError:
-                pass  # storage that is away cannot show a newer attempt: the problem stays
+                pass  # storage fails, so it cannot show whether there is a newer attempt
         return problem
 
     def restore(self, engine: Engine, checkpoint: Checkpoint) -> TrainState:
         """Load a verified checkpoint into the engine; return the rest of its state.
 
-        Raises UnreadableError on every rank if one cannot read it any more or finds NaN or inf.
+        Raises UnreadableError on every rank if any can no longer read it or finds NaN or inf in it.
         """
         self.finish()
         with raise_on_all_ranks():
@@ -234,14 +234,14 @@ class Checkpointer:
     def _problem_ahead(
         self, step: int, rank_file: RankFile, obstacle: Callable[[], str]
     ) -> SaveProblem | None:
-        """Prepare the disk; return rank 0's reason not to start the save, None without one."""
+        """Prepare the disk; return rank 0's reason not to start the save, or None."""
         own_bytes = torch.tensor(rank_file.layout.file_bytes)
         wanted = int(gather_rows(own_bytes).sum()) + self._world.world_size * INDEX_BYTES_PER_RANK
         problem = None
         if self._world.is_main:
             try:
-                if ahead := obstacle():
-                    problem = SaveProblem(ahead, remedy=ANY_REMEDY)
+                if reason := obstacle():
+                    problem = SaveProblem(reason, remedy=ANY_REMEDY)
                 else:
                     self._disk.prepare(step, wanted)
             except OSError as error:
@@ -251,10 +251,10 @@ class Checkpointer:
         return broadcast_value(problem, SaveProblem | None)
 
     def _remove_old(self, published: int, suspected_since: int | None) -> None:
-        """Remove checkpoints that are undone or not kept; after an error, the next save does.
+        """Remove checkpoints that are undone or not kept; after an error, the next save retries.
 
-        Later checkpoints than `published` do not count as kept ones: they may contain a spike that
-        `suspected_since` of this save does not know of.
+        Checkpoints after step `published` do not count as kept: they may contain a spike that began
+        after this save's `suspected_since` was computed.
         """
         kept, root = self._run.checkpoint, self._disk.root
         try:
@@ -273,8 +273,8 @@ class Checkpointer:
         )
         if checkpoint.index["world_size"] == num_ranks:
             # The run itself draws no random numbers: dropout is a function of step and lane. So the
-            # saved state matters only to code that someone adds, and with another number of ranks
-            # it starts from the seed.
+            # saved state matters only to code that someone adds. With another number of ranks, such
+            # code starts from the seed.
             restore_random_state(checkpoint, rank)
         cursor = None
         if not restarts_lanes(self._run, checkpoint.step):

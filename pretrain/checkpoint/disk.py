@@ -33,7 +33,7 @@ from pretrain.checkpoint.retention import remove
 from pretrain.checkpoint.verify import check_sizes, verify
 from pretrain.errors import CheckpointError
 
-Check = Callable[[], None]  # raises when the transfer was canceled
+Check = Callable[[], None]  # raises if the work must stop: a transfer canceled, a run taken over
 BLOCK_BYTES = 1 << 24
 
 
@@ -64,9 +64,9 @@ def write_file(path: Path, content: TensorFile, check: Check) -> dict[str, Any]:
 class Disk:
     """The checkpoints of a run below `root`; what `attempt` puts there is hidden until published.
 
-    Before a checkpoint gets its name, the file that a start from it `relies_on`, metrics.jsonl, is
-    synced, and `may_write` raises UserError if a newer attempt has claimed the run. `tell` is
-    called once it has its name: a publication is a fact.
+    Before a checkpoint gets its final name, the file `relies_on` (metrics.jsonl, which a resume
+    needs) is synced, and `may_write` raises UserError if a newer attempt has claimed the run. After
+    the rename, `tell` records the publication.
     """
 
     root: Path
@@ -81,9 +81,10 @@ class Disk:
         return files.partial_directory(self.root, step, self.attempt)
 
     def prepare(self, step: int, num_bytes: int) -> None:
-        """Make the directory that ranks write into; CheckpointError without space for it.
+        """Make the directory that ranks write into; CheckpointError without space for the files.
 
-        A rank that made one itself would write where no other rank looks, under a lost mount.
+        Only the rank that publishes makes it: where a mount is lost, another rank would make a
+        directory of its own, which no other rank sees.
         """
         files.require_space(self.root, num_bytes)
         self.partial(step).mkdir(exist_ok=True)
@@ -101,7 +102,7 @@ class Disk:
         self.tell(step, self.destination)
 
     def discard(self, step: int) -> None:
-        """Remove what this attempt has put there and not published."""
+        """Remove the files of the step that this attempt has written and not published."""
         retention.discard_partial(self.partial(step))
 
     def steps(self) -> list[int]:
@@ -111,9 +112,9 @@ class Disk:
         return verify(files.step_directory(self.root, step), self.run_id)
 
     def remove_undone(self, published: int) -> None:
-        """Remove what is newer than a step that this attempt has published, and not its own.
+        """Remove other attempts' checkpoints after step `published`, which this one has published.
 
-        Not before: until then it is the newest that the run has.
+        Until that publication they are the newest checkpoints of the run, so they stay.
         """
         for step in self.steps():
             directory = files.step_directory(self.root, step)
@@ -154,7 +155,7 @@ def publish(
 
 def write_index(directory: Path, index: Mapping[str, Any]) -> None:
     """Write the index of a checkpoint and its marker."""
-    # A line per field: indented JSON of thousands of ranks takes a second to write, in Python.
+    # One line per field: Python takes a second to write indented JSON of thousands of ranks.
     lines = sorted(f"{json_text(k)}: {json_text(v, sort_keys=True)}" for k, v in index.items())
     write_text(directory / INDEX, "{\n" + ",\n".join(lines) + "\n}\n")
     write_text(directory / MARKER, sha256_of(directory / INDEX) + "\n")

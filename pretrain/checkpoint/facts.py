@@ -53,7 +53,7 @@ class Refusal:
     """Why a start is refused: what is missing and what to do, in one line."""
 
     sentence: str
-    is_transient: bool = False  # the problem of at least one candidate is
+    is_transient: bool = False  # the problem of at least one candidate is transient
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Past:
     asked: int | None = None
     stores: tuple[str, ...] = ()  # URLs of the run's mirrors
     saved: tuple[int, ...] = ()  # all steps that were published, also undone ones
-    stored: Fact | None = None  # what a store has got last
+    stored: Fact | None = None  # the last upload or restore
     windows: tuple[tuple[int, int], ...] = ()  # first segment that is skipped, and first after it
-    shortages: tuple[tuple[int, dict[str, Any]], ...] = ()  # lanes and settings that lacked memory
-    environment: dict[str, str] | None = None  # of the last start
+    shortages: tuple[tuple[int, dict[str, Any]], ...] = ()  # micro_batch_lanes, settings too large
+    environment: dict[str, str] | None = None  # versions, devices and threads of the last start
 
 
 def add_from_step(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ from pretrain.checkpoint.directory import (
 from pretrain.checkpoint.pieces import Pieces, parsed_pieces
 from pretrain.errors import CheckpointError, OtherVersionError, UnreadableError
 
-INDEX_FORMAT = 7  # of a checkpoint: file names, keys of tensors and of the index
+INDEX_FORMAT = 7  # the version of a checkpoint's file names, tensor keys and index fields
 
 
 def parse_index(path: Path, content: bytes) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _check(tree: dict[str, Any]) -> None:
 
 
 class Lease:
-    """A shared lock on the marker, while this object lives: a run that trains prunes the rest."""
+    """A shared lock on the marker while this object lives: a run does not prune the checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         self._descriptor = -1
@@ -110,7 +110,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint that passed `verify`."""
+    """A published checkpoint whose index is right; from `verify`, its files are right, too."""
 
     directory: Path
     index: dict[str, Any]
@@ -130,7 +130,7 @@ class Checkpoint:
 
     @property
     def rank_reports(self) -> list[dict[str, Any]]:
-        """The lanes and cursor of each rank, in rank order."""
+        """The file's size and hash, lanes and cursor of each rank, in rank order."""
         return self.index["ranks"]
 
     @property

@@ -6,8 +6,8 @@ A checkpoint of 2 ranks, read by 3 (one parameter of 12 elements):
     in the engine   rank 0: [0, 4)    rank 1: [4, 8), from both files    rank 2: [8, 12)
 
 The index lists which file holds which elements (`pieces.py`), so the world size and stage at the
-save do not matter. A rank opens only the files that it needs; with unchanged ranks and stage, its
-own.
+save do not matter. A rank opens only the files that it needs; with unchanged ranks and stage, only
+its own file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def local_name(fragment: Fragment) -> str:
 def restore_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     """Restore the engine's counters and loss scale, once all ranks have filled all fragments."""
     engine.after_load(checkpoint.index["optimizer_steps"])
-    loss_scale = checkpoint.index["loss_scale"]  # None if the run was in another precision
+    loss_scale = checkpoint.index["loss_scale"]  # None unless the run was in fp16 at the save
     if engine.loss_scaler is not None and loss_scale is not None:
         engine.loss_scaler.restore(loss_scale)
 
@@ -160,8 +160,8 @@ def load_memory(checkpoint: Checkpoint, lanes: range) -> dict[str, Tensor] | Non
         return None
     if any(part.keys() != parts[0].keys() for part in parts):
         raise CheckpointError(
-            f"{checkpoint.directory}: found memories of unlike parts in the ranks' files, expected "
-            "the same in all; remove this checkpoint"
+            f"{checkpoint.directory}: found memories with different parts in the ranks' files, "
+            "expected the same parts in all; remove this checkpoint"
         )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

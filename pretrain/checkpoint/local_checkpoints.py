@@ -3,12 +3,12 @@
 LOCAL/run-3f0c.../rank-00003/step-00000150/     COMPLETE, index.json, rank-00000.safetensors
 
 Each is written by the same code as a shared checkpoint of one rank: every fragment that the rank
-holds is stored as a whole parameter. So it needs no other node's disk, and it fits only the same
-rank in the same number of ranks with the same settings.
+holds is stored as if it were a whole parameter. So loading needs no other node's disk, and only the
+same rank of the same number of ranks with the same settings can load it.
 
 A step can be resumed from if every rank has it whole, saved by the same attempt, and no later start
-has undone it (`AttemptHistory`). Otherwise all ranks use the shared checkpoint. A disk that fails
-costs its local checkpoints and never ends a run.
+has undone it (`AttemptHistory`). Otherwise all ranks use the shared checkpoint. If a disk fails,
+its local checkpoints are lost, and the run continues.
 """
 
 from __future__ import annotations
@@ -51,16 +51,18 @@ from pretrain.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2  # ranks finish a save at different times: the latest that all have may be a rank's second
+# Steps kept. Ranks finish a save at different times, so the latest step that all ranks have may be
+# only the second latest of one rank.
+KEPT = 2
 RUN_FOLDER = re.compile(r"run-[0-9a-f]{12}")
-# Settings that a resume may change, because they do not affect the state of the run at a step: what
-# it changes of updates holds from the resumed step on, and another optimizer has been refused.
+# Settings that may differ from the checkpoint's. They do not affect the state at the resumed step:
+# changes of updates hold only from that step on, and a change of the optimizer was refused before.
 MAY_DIFFER = ("checkpoint", "evaluation", "metrics", *(name.rstrip(".") for name in OF_UPDATES))
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The checkpoints on a rank's disk: step -> the attempt that saved it, or its problem.
+    """The checkpoints on a rank's disk: step -> the attempt that saved it, or why it is not usable.
 
     Steps are strings because JSON has no other keys.
     """
@@ -87,7 +89,7 @@ class LocalCheckpoints:
     def __init__(
         self, config: RunConfig, shared: Disk, world: World, history: AttemptHistory
     ) -> None:
-        self._kept, self._world = config.checkpoint, world
+        self._settings, self._world = config.checkpoint, world
         self._memory_layout = MemoryLayout(config.model)
         tree = json.loads(json_text(to_tree(config)))
         self._config = {name: part for name, part in tree.items() if name not in MAY_DIFFER}
@@ -123,7 +125,7 @@ class LocalCheckpoints:
 
         Only their indexes are read so far.
         """
-        if self._kept.local is None:
+        if self._settings.local is None:
             return []
         self._offers = gather_values(self._offer(before), Offer)
         common = set.intersection(*(set(offer.attempts.items()) for offer in self._offers))
@@ -136,14 +138,14 @@ class LocalCheckpoints:
         """
         disks = [offer.attempts.keys() | offer.problems.keys() for offer in self._offers]
         latest = max([known, *(int(step) for steps in disks for step in steps)])
-        if self._kept.local is not None and latest > used and self._world.is_main:
+        if self._settings.local is not None and latest > used and self._world.is_main:
             why = _first_problem([offer.problem_after(used) for offer in self._offers])
             why = why or "no later step is whole on all ranks"
             using = f"step {used}, the shared one" if used else "none"
             logger.warning("local checkpoints are not used: %s; using %s", why, using)
 
     def get(self, step: int) -> Checkpoint:
-        """Return this rank's part of the step, if all ranks verify theirs. A collective."""
+        """Return this rank's part of the step if all ranks' parts are valid. A collective."""
         assert self._disk is not None
         start, problem, checkpoint = time.monotonic(), "", None
         try:
@@ -161,8 +163,8 @@ class LocalCheckpoints:
         return replace(checkpoint, is_local=True)
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` is one to save here."""
-        return self._kept.local is not None and step % self._kept.local_interval == 0
+        """Return whether a local checkpoint of `step` is due."""
+        return self._settings.local is not None and step % self._settings.local_interval == 0
 
     def save(self, engine: Engine, state: TrainState, obstacle: Callable[[], str]) -> None:
         """Finish the previous save and start one of `state.step`.
@@ -195,11 +197,11 @@ class LocalCheckpoints:
         assert state.cursor is not None
         lanes, cursor = len(state.cursor.lanes), state.cursor.to_tree()
         report = {"first_lane": 0, "num_lanes": lanes, "cursor": cursor}
-        # As if this were the only rank: it publishes by itself, without waiting for others.
+        # With one rank in `reports`, this rank publishes its part without waiting for others.
         reports, then = RankReports("", rank=0, num_ranks=1), partial(_prune, disk, state.step)
         self._save = Save(disk, rank_file, index, report, reports, self._buffer, then)
         self._saver.add(self._save.run)
-        if not self._kept.asynchronous:
+        if not self._settings.asynchronous:
             self._finish()
 
     def wait_for_copy(self) -> None:
@@ -212,7 +214,7 @@ class LocalCheckpoints:
         if self._disk is not None:
             self._finish()
             shutil.rmtree(self._disk.root, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other ranks' may still be there
+            with contextlib.suppress(OSError):  # other ranks' folders may still be there
                 self._disk.root.parent.rmdir()
 
     def _opened(self, disk: Disk) -> Disk | None:
@@ -255,7 +257,7 @@ class LocalCheckpoints:
             case {"attempt": str(attempt), "rank": int(rank), "world_size": int(world_size)}:
                 pass
             case _:
-                raise CheckpointError("found a checkpoint that is no local one")
+                raise CheckpointError(f"step {step} was not saved as a local checkpoint")
         if (rank, world_size) != (self._world.rank, self._world.world_size):
             raise CheckpointError(
                 f"step {step} was saved by rank {rank} of {world_size}, now it is rank "

@@ -49,8 +49,8 @@ class Publication:
     """Rank 0's part: upload run files, index, marker and mirror.json, then delete old checkpoints.
 
     After the first upload it keeps mirror.json in memory, since no other attempt of the run writes
-    it. The run resumed from `resumed_step`. With a `history`, a store that has later steps which
-    are not undone is refused; without, those steps are given up.
+    it. The run resumed from `resumed_step`. Given a `history`, a store is refused if it has later
+    steps that are not undone; without a history, the run gives up all later steps in the store.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class Mirror:
     """Uploads checkpoints of one start of a run. All ranks call `agree` and `finish` together.
 
     `disk` has the shared checkpoints up to `saved_step`; `resumed_step` is later if the run resumed
-    from a local one. The store has `uploaded_step` (0: nothing). `history` is as in `Publication`.
-    Rank 0 passes to `note` how many seconds the upload of a step took, or why the step is not in
-    the store. Leaving the context cancels an upload in progress; the next start continues it. No
-    error of a store is raised.
+    from a local checkpoint. The store has `uploaded_step` (0: nothing). `history` is as in
+    `Publication`. Rank 0 passes to `note` how many seconds the upload of a step took, or why the
+    step is not in the store. Leaving the context cancels an upload in progress; the next start
+    continues it. Errors of a store are logged, never raised.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class Mirror:
         if not is_due:
             return
         if self._upload is not None:
-            # Rank 0 starts another upload only after the last one ended there. On this rank it may
-            # still run, if another rank's failure ended it.
+            # Rank 0 starts an upload only after its own part of the last one has ended. This rank's
+            # part may still run, if another rank's failure ended the upload.
             self._upload.stop()
         self._uploads_started += 1
         name = f"{self._disk.attempt}/upload/{self._uploads_started}"

@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 MIRROR_FORMAT = 1
 MIRROR_INDEX = "mirror.json"
 SCRATCH = ".restore.tmp"  # in the run directory: renames need the same file system
-LARGEST_ROOT_BYTES = 1 << 24
-LARGEST_INDEX_BYTES = 1 << 28
+LARGEST_ROOT_BYTES = 1 << 24  # of mirror.json
+LARGEST_INDEX_BYTES = 1 << 28  # of a checkpoint's index.json
 MOST_STEPS = 99_999_999  # a step has eight digits in names
-# The run's files that are uploaded with a checkpoint, and the most bytes that a restore reads.
+# The run's files that are uploaded with a checkpoint: name -> most bytes that a restore accepts.
 RUN_FILES = {
     "run.json": 1 << 20,
     "config.yaml": 1 << 20,
@@ -114,7 +114,7 @@ class MirrorIndex:
         return (json_text(tree, indent=1, sort_keys=True) + "\n").encode()
 
     def of(self, step: int) -> StoredCheckpoint:
-        """Return the checkpoint of a step that it lists."""
+        """Return the checkpoint of a step, which the index must list."""
         return next(stored for stored in self.checkpoints if stored.step == step)
 
     def has(self, new: StoredCheckpoint) -> bool:
@@ -122,7 +122,7 @@ class MirrorIndex:
         return new.folder in [stored.folder for stored in self.checkpoints]
 
     def until(self, step: int) -> MirrorIndex:
-        """Return the index without later checkpoints, whose steps the run makes again."""
+        """Return the index without checkpoints after `step`: the run makes these steps again."""
         return MirrorIndex(
             self.run, tuple(stored for stored in self.checkpoints if stored.step <= step)
         )
@@ -137,10 +137,10 @@ class MirrorIndex:
         return MirrorIndex(self.run, tuple(by_step[step] for step in steps if step not in old))
 
     def unnamed(self, names: Sequence[str]) -> list[str]:
-        """Return the objects that may be deleted: in step folders that the index does not name.
+        """Return the objects that may be deleted: all in step folders that the index does not name.
 
-        Interrupted uploads leave such folders. Those after the last step of the index may be
-        uploads in progress and are not returned, nor is anything else under the URL.
+        Interrupted uploads leave such folders. Not returned are folders of later steps than any in
+        the index, which may be uploads in progress, and anything else under the URL.
         """
         kept = {stored.folder for stored in self.checkpoints}
         last = max((stored.step for stored in self.checkpoints), default=-1)
@@ -164,10 +164,10 @@ class _Root:
 def _stored_checkpoint(entry: _Entry) -> StoredCheckpoint:
     limits = {files.INDEX: LARGEST_INDEX_BYTES, **RUN_FILES}
     if differing := sorted(entry.files.keys() ^ limits.keys()):
-        raise ValueError(f"step {entry.step} lacks a file, or has another: {shown(differing[0])}")
+        raise ValueError(f"step {entry.step}: {shown(differing[0])} is missing or unexpected")
     for name, content in entry.files.items():
         if content.bytes > limits[name]:
-            raise ValueError(f"{name} has {content.bytes:,} bytes, expected {limits[name]:,}")
+            raise ValueError(f"{name} has {content.bytes:,} bytes, expected <= {limits[name]:,}")
     return StoredCheckpoint(entry.step, entry.files.pop(files.INDEX), entry.files)
 
 
@@ -204,7 +204,7 @@ class ObjectStore:
         return MirrorIndex(run, tuple(checkpoints[step] for step in sorted(checkpoints)))
 
     def _stored(self, folder: str, step: int) -> StoredCheckpoint | None:
-        """Return the entry for a folder; None if a file is missing or of another checkpoint."""
+        """Return the entry for a folder; None if a file is missing or the index is another's."""
         limits = {files.INDEX: LARGEST_INDEX_BYTES, **RUN_FILES}
         try:
             url = f"{self.url}/{folder}"
@@ -225,7 +225,7 @@ class ObjectStore:
         return path
 
     def get(self, index: MirrorIndex, step: int, with_run: bool = True) -> Checkpoint:
-        """Fetch a checkpoint, and the run's files with it, into `scratch`.
+        """Fetch a checkpoint into `scratch`, and `with_run` the run's files, too.
 
         Files from an interrupted call are not fetched again. Raises DataError if the store does not
         respond.

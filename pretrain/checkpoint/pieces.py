@@ -129,10 +129,10 @@ def _joined(runs: list[PieceRun]) -> list[PieceRun]:
 
 
 def parsed_pieces(index: Mapping[str, Any], world_size: int) -> Pieces:
-    """Return the pieces in an index; ValueError unless all fields are right.
+    """Return an index's pieces; ValueError if a field is wrong, or pieces leave a gap or overlap.
 
-    Also if elements of a parameter are missing or there twice: counts may add up even so, and what
-    a piece does not fill is whatever was in memory.
+    A gap and an overlap could add up to the right number of elements. Loading would then leave in
+    the gap whatever was in memory.
     """
     pieces = from_tree(Pieces, index.get("pieces"))
     for name, held in pieces.items():

@@ -1,12 +1,12 @@
 """What every save checks before it starts: equal replicas, and finite values.
 
-Before every save all ranks compare what each of them holds whole (everything under ZeRO 0, and the
-weights that the model computes with below stage 3). It is the same bit for bit, as long as all
-compute correctly. A rank that drifts spoils the others' gradients; and a checkpoint, to which each
-rank adds its part, would mix two models.
+Before every save all ranks compare the values that each of them holds whole: everything under ZeRO
+0, and below stage 3 the weights that the model computes with. As long as all ranks compute
+correctly, these are equal bit for bit. A rank that drifts spoils the others' gradients. And a
+checkpoint has a part from each rank: it would mix two models.
 
 A checkpoint with NaN or inf is useless: every update after it would be skipped. So each rank also
-looks at the values that it is about to write, or has just read.
+looks for them in the values that it is about to write, or has just read.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from pretrain.engines.engine import Engine
 from pretrain.errors import CheckpointError
 from pretrain.state import TrainState
 
-# To read a value's bits as an integer, by its size in bytes.
+# Bytes per value -> the integer type that reads a value's bits.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-BLOCK = 1 << 22  # elements
+BLOCK = 1 << 22  # elements that are summed at once
 NOTHING = torch.empty(0, dtype=torch.int64)
 COUNTERS = "step, tokens, updates and loss scale"
 
 
 def require_equal_replicas(engine: Engine, state: TrainState) -> None:
-    """Raise CheckpointError on all ranks, naming one, if any holds other values than the others.
+    """Raise CheckpointError on all ranks if replicas differ, naming the ranks in the minority.
 
     A collective. It compares the sum of each tensor's bits as integers, which any single difference
     changes, and reads every replicated tensor once.
@@ -54,7 +54,7 @@ def require_equal_replicas(engine: Engine, state: TrainState) -> None:
 
 
 def replicated_values(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield, by name and in the same order on all ranks, what each of them holds whole."""
+    """Yield names and tensors of all values that every rank holds whole, in the same order."""
     seen: set[int] = set()
     for fragment in engine.fragments():
         if fragment.replicated:
@@ -62,12 +62,12 @@ def replicated_values(engine: Engine) -> Iterator[tuple[str, Tensor]]:
                 seen.add(value.data_ptr())
                 yield f"{fragment.name} ({kind})", value
     for name, weight in engine.whole_weights():
-        if weight.data_ptr() not in seen:  # in fp32 they are the masters
+        if weight.data_ptr() not in seen:  # in fp32 the weights are the master weights
             yield name, weight
 
 
 def odd_ranks(values_R: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks that differ from the majority; all if no value is the commonest."""
+    """Return the ranks that differ from the commonest value; all ranks if two are as common."""
     by_count = Counter(map(tuple, values_R)).most_common(2)
     if len(by_count) > 1 and by_count[0][1] == by_count[1][1]:
         return list(range(len(values_R)))
@@ -86,7 +86,7 @@ def _difference(step: int, ranks: list[int], names: list[str]) -> str:
 
 def _sum_of_bits(value: Tensor) -> Tensor:
     bits = value.detach().reshape(-1).view(_INTEGERS[value.element_size()])
-    # In blocks: a CPU first makes int64 of all that it sums.
+    # In blocks, because a CPU first copies all that it sums to int64.
     return torch.stack([block.sum(dtype=torch.int64) for block in bits.split(BLOCK)]).sum()
 
 
@@ -109,7 +109,7 @@ class NonFiniteError(CheckpointError):
 
 
 def require_finite(engine: Engine, step: int, tensors: SplitTensors) -> None:
-    """Raise NonFiniteError on all ranks, naming one, if any has NaN or inf in its `tensors`.
+    """Raise NonFiniteError on all ranks if any has NaN or inf in its `tensors`; it names one rank.
 
     A collective.
     """
@@ -122,8 +122,8 @@ def require_finite(engine: Engine, step: int, tensors: SplitTensors) -> None:
 def non_finite_name(engine: Engine, tensors: SplitTensors) -> str:
     """Return which of the tensors of a checkpoint's file has NaN or inf; '' if none has.
 
-    So does a weight that is too large for the type that the model computes with. Reads every value
-    once, and waits for the device once.
+    A weight that becomes inf in the type that the model computes with counts, too. Reads every
+    value once, and waits for the device once.
     """
     computes_in = next(engine.module.parameters()).dtype
     names, extremes = [], []

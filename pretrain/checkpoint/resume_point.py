@@ -1,9 +1,9 @@
 """The search for the checkpoint that a start resumes from.
 
 Rank 0 lists the run directory and the object stores; every rank lists its own node's disk. Rank 0
-asks `choose_candidate` (`facts.py`) which checkpoint to try, and all ranks verify it together, each
-its share of the files. If a rank rejects it, rank 0 notes why and asks again. A checkpoint that
-only a store has is first fetched into the run directory, so there is one way to resume.
+asks `choose_candidate` (`facts.py`) which checkpoint to try, and all ranks verify it together: each
+reads its share of the files. If a rank rejects it, rank 0 notes why and asks again. A checkpoint
+that only a store has is first fetched into the run directory, so there is one way to resume.
 """
 
 import contextlib
@@ -77,8 +77,8 @@ def find_resume_point(
 
     A collective. A checkpoint that one rank rejects is rejected on all, logged, and gets a note
     (`note_refusal`). Candidates that have just `failed` to load are not tried again. Raises
-    CheckpointError on all ranks if the start is refused; if storage fails, the search is repeated
-    for the time of `retry` before.
+    CheckpointError on all ranks if the start is refused. While storage fails, the search is
+    repeated; once that has lasted for the time of `retry`, UnreadableError is raised.
     """
     retry = retry or StorageRetry()
     failures = WriteFailures(retry)
@@ -98,7 +98,7 @@ def find_resume_point(
                 failures.pause()
         except CheckpointError:
             search.report()
-            search.note_history(EVER)  # the run stays where it is, whatever former starts noted
+            search.note_history(EVER)  # nothing is undone: remove wrong notes of earlier starts
             raise
         else:
             failures.ended()
@@ -145,7 +145,7 @@ class _Search:
                 others = [other for other in self.candidates if other != choice]
                 if not (isinstance(error, UndoneError) or self._is_undone(choice.step)):
                     if isinstance(error, OtherVersionError):
-                        raise  # not damaged: an older one would silently lose the newer steps
+                        raise  # it is whole: resuming from an older one would lose its steps
                     is_transient = isinstance(error, UnreadableError)
                     others.append(replace(choice, problem=str(error), is_transient=is_transient))
                 self.candidates = others
@@ -197,13 +197,13 @@ class _Search:
                 return
             text = os_error_text(error)
             logger.warning("%s: not asked for checkpoints: %s", url, text)
-            # The store may have the step that the run needs. As a candidate with a problem it keeps
-            # the start from going back further, and lets it try again.
-            lost = least or self.before or self.past.asked
-            if lost:
+            # The store may have the step that the run needs. A candidate with a transient problem
+            # keeps the start from resuming from an earlier step, and makes it search again.
+            needed = least or self.before or self.past.asked
+            if needed:
                 problem = f"{url} could not be asked ({text.partition(';')[0]})"
                 self.candidates.append(
-                    Candidate(lost, Destination.STORE, url, problem, is_transient=True)
+                    Candidate(needed, Destination.STORE, url, problem, is_transient=True)
                 )
             return
         self.stores[url] = ObjectStore(url, scratch), index
@@ -213,8 +213,8 @@ class _Search:
         """Add a stored step that the ledger lacks to the facts; return whether to offer it.
 
         If the ledger lacks even the attempt that saved the step, the run directory is an older copy
-        of the run. Then the step is a fact that no start may go back behind, but not offered:
-        resuming from it would mix two histories.
+        of the run. Then the step is a fact, so no start may resume from an earlier one, but it is
+        not offered either: resuming from it would mix two histories.
         """
         history = self.past.history
         try:
@@ -222,7 +222,7 @@ class _Search:
             if not history.stands(step, attempt):
                 return False
             problem = (
-                f"{store.url} has step {step}, which {self.root.parent} does not know, as it is "
+                f"{store.url} has step {step}, which {self.root.parent} lacks: this directory is "
                 "an older copy ('pretrain checkpoint fetch' restores the step elsewhere)"
             )
             if not attempt or not history.standing or attempt in history.standing:
@@ -323,9 +323,9 @@ class _Search:
                 logger.warning("%s", rejection(problem, step_name(checkpoint)))
 
     def note_history(self, step: int) -> None:
-        """Note in all later checkpoints that they are undone: nothing counts them as progress.
+        """Note in the checkpoints after `step` that they are undone, so nothing counts them.
 
-        A save of the same step replaces the directory with its note.
+        A new save of such a step replaces the directory, and the note with it.
         """
         if self.world.is_main and self.before is None:
             with contextlib.suppress(CheckpointError):
@@ -339,7 +339,7 @@ class _Search:
     def _note_undone(self, directory: Path, other: int, step: int) -> None:
         """Note that the checkpoint of `other` is undone if the run resumes from an earlier `step`.
 
-        Remove a wrong note if the run resumes from a later one.
+        Remove a wrong note if the run resumes from a later `step`.
         """
         if other > step and not (directory / files.REFUSED).exists():
             note_refusal(directory, f"{UNDONE} to step {step}")

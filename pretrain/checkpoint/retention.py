@@ -21,11 +21,11 @@ def steps_to_prune(
     held: Collection[int] = (),
     suspected_since: int | None = None,
 ) -> list[int]:
-    """Return the steps before the last `valid` ones, without `held` and multiples of `keep_every`.
+    """Return the steps before the last `keep_last` of `valid`, but not `held` ones.
 
-    `steps` and `valid` are sorted, oldest first. Invalid steps do not count as kept ones, and are
-    removed when they are old. While losses since step `suspected_since` may become a spike, the
-    latest valid step before it is not returned: the run would rewind to it.
+    Nor multiples of `keep_every`. `steps` and `valid` are sorted, oldest first. Invalid steps do
+    not count as kept, and are returned like others. While losses since step `suspected_since` may
+    become a spike, the latest valid step before it stays: the run would rewind to it.
     """
     oldest_kept = min(valid[-keep_last:], default=0)
     kept = {*held, *[step for step in valid if step < (suspected_since or 0)][-1:]}
@@ -46,7 +46,7 @@ def prune(
 ) -> list[int]:
     """Remove the checkpoints of `steps_to_prune`; returns the steps that could be removed.
 
-    Steps that are `held` stay, as one that is being uploaded, and those that a command reads.
+    Steps that are `held` stay, such as one that is being uploaded, and steps that a command reads.
     """
     steps = steps_on_disk(root)
     old = steps_to_prune(steps, valid, keep_last, keep_every, held, suspected_since)
@@ -61,7 +61,7 @@ def _removed(directory: Path) -> bool:
                 if not try_lock(stack.enter_context(open(directory / MARKER, "r+b"))):
                     return False
             remove(directory)
-        except OSError as error:  # such as another user's: it must not fail the save that prunes
+        except OSError as error:  # as in another user's directory: the save must not fail for it
             logger.warning("%s cannot be removed: %s", directory, error.strerror)
             return False
     return True
@@ -72,7 +72,7 @@ def discard_from(root: Path, step: int) -> None:
 
     A power failure does not bring them back.
     """
-    # Latest first: if this is interrupted, no checkpoint after the rewind survives one before it.
+    # Latest first: if this is interrupted, no checkpoint is left that is later than a removed one.
     for later in reversed(steps_on_disk(root)):
         if later >= step:
             remove(step_directory(root, later))
@@ -88,8 +88,8 @@ def remove_partial(root: Path) -> None:
 def discard_partial(partial: Path) -> None:
     """Remove an unpublished checkpoint, as far as possible.
 
-    The rename comes first: a rank 0 of an older attempt may be about to publish it. It then finds
-    nothing, or has been faster; it never publishes a part.
+    The rename comes first: rank 0 of an older attempt may be about to publish the directory. That
+    rank then publishes all of it or finds nothing, but never publishes a part.
     """
     renamed = partial
     if not partial.name.endswith(REMOVED):

@@ -83,7 +83,7 @@ def owned_fragments(engine: Engine) -> SplitTensors:
 def new_index(
     run_id: str, config: dict[str, Any], engine: Engine, state: TrainState, **more: Any
 ) -> dict[str, Any]:
-    """Return the index without the ranks' reports; `more` has fields that add or replace.
+    """Return the index without the ranks' reports; fields in `more` are added or replace others.
 
     Call it before the thread starts: engine and state change while it writes.
     """
@@ -120,7 +120,7 @@ class Save(Transfer):
         self._disk, self._rank_file = disk, rank_file
         self._index, self._report = index, report
         self._buffer, self._then = buffer, then
-        # Reached on the GPU when all kernels that write the saved tensors are done.
+        # The GPU reaches this event when all kernels that write the saved tensors are done.
         self._computed: torch.cuda.Event | None = None
         if buffer.device.type == "cuda":
             self._computed = torch.cuda.Event()

@@ -66,7 +66,7 @@ class WriteFailures:
         self._since: float | None = None
         self._pause = self._next_try = 0.0
         self._problem = self._remedy = ""
-        # The number of stop requests when the run began to wait; None if it continues meanwhile.
+        # The number of stop requests when the run began to wait; None while training continues.
         self._stop_requests: int | None = None
         self._is_wait_logged = False
 
@@ -78,7 +78,7 @@ class WriteFailures:
     @property
     def is_over_limit(self) -> bool:
         """Whether writes have failed for longer than the run may wait."""
-        # As `failed` computes the last try: a difference could be rounded to less.
+        # The same sum as in `failed`, which sets the last try: a difference could be rounded down.
         end = math.inf if self._since is None else self._since + self._retry.seconds
         return self._retry.clock.now() >= end
 

@@ -2,8 +2,8 @@
 
 The safetensors library reads the files: the header's length (8 bytes, little-endian), the header
 (JSON: type, shape and offsets of each tensor), then the tensors' bytes without gaps. The library's
-own writer would copy everything once more, and a hash would read the file back. Here both happen on
-the way to the disk, without the interpreter lock, so that the loop keeps training.
+own writer would copy everything once more, and a hash would read the file back. Our writer hashes
+the bytes on their way to the disk, without the interpreter lock, so that the loop keeps training.
 """
 
 import math
@@ -82,9 +82,9 @@ class HostBuffer:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def with_bytes(self, num_bytes: int) -> Tensor:
-        """Return at least `num_bytes`: what the last call returned if it is large enough."""
+        """Return a buffer of at least `num_bytes`: the last call's if it is large enough."""
         if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(0)  # freed first: both may not fit
+            self._buffer = torch.empty(0)  # frees the old one first: both might not fit
             pinned = self.device.type == "cuda"
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer

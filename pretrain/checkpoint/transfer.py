@@ -51,7 +51,7 @@ class SaveProblem:
             return error.problem
         if isinstance(error, OSError):
             return cls(os_error_text(error), remedy=remedy_of(error))
-        # Rank 0 does not find in the directory what a rank reports that it has written there.
+        # Rank 0 does not find a file that a rank has reported as written.
         if isinstance(error, CheckpointError):
             return cls(str(error), remedy="check the disk or file server")
         if is_out_of_memory(error):
@@ -113,7 +113,7 @@ class RankReports:
 
 
 def encoded(report: Mapping[str, Any], pieces: Mapping[str, Any]) -> bytes:
-    """Return a rank's message: report and pieces as JSON, compressed, after the report's length."""
+    """Return a rank's message: compressed JSON of report and pieces, after the report's length."""
     head, tail = (
         zlib.compress(json_text(tree, sort_keys=True).encode(), level=1)
         for tree in (report, pieces)
@@ -122,7 +122,7 @@ def encoded(report: Mapping[str, Any], pieces: Mapping[str, Any]) -> bytes:
 
 
 def decoded(contents: Sequence[bytes]) -> list[Report]:
-    """Return the reports with their `pieces`; equal ones are read once, and the same object."""
+    """Return the reports with their `pieces`; equal pieces are parsed once and shared."""
     known: dict[bytes, Any] = {}
     reports = []
     for content in contents:
@@ -187,7 +187,7 @@ class Transfer(ABC):
         return self._problem
 
     def wait(self) -> SaveProblem | None:
-        """Wait until this rank's files are there (rank 0: published); return the problem if not."""
+        """Wait until this rank's files are written, on rank 0 published; return any problem."""
         (self._written if self._reports.rank else self._ended).wait()
         return None if self.is_published else self._problem
 

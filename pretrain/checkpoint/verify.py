@@ -22,7 +22,7 @@ from pretrain.checkpoint.pieces import rank_elements, require_pieces
 from pretrain.errors import CheckpointError, OtherVersionError, PrunedError, UnreadableError
 
 UNDONE = "from before the run went back"  # the start of the note in an undone checkpoint
-MOST_REFUSED_BYTES = 1 << 28  # of wrong indexes that a search for the latest step reads
+MOST_REFUSED_BYTES = 1 << 28  # of wrong indexes, after which `latest_step` gives up
 
 
 def rank_share(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
@@ -44,7 +44,7 @@ def rank_share(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
 def verify(directory: Path, run_id: str = "") -> Checkpoint:
     """Read and check a checkpoint of the run; CheckpointError names the first file that is wrong.
 
-    If the run replaces the checkpoint by a new one of the same step meanwhile, read that one.
+    If the run meanwhile replaces the checkpoint by a new one of the same step, verify the new one.
     """
     while True:
         before = _identity(directory)
@@ -59,7 +59,7 @@ def verify(directory: Path, run_id: str = "") -> Checkpoint:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Return what tells the directory from a later one of its name; None if it does not exist."""
+    """Return what differs between this directory and a later one of its name; None if missing."""
     with contextlib.suppress(OSError):
         status = directory.stat()
         return status.st_ino, status.st_ctime_ns
@@ -70,7 +70,7 @@ def verify_and_keep(directory: Path, run_id: str = "") -> Checkpoint:
     """Verify a checkpoint and keep the run, which may be training, from pruning it.
 
     The returned checkpoint holds a lease for that. Where files cannot be locked, the run may prune
-    it at any moment. Raises PrunedError if that has happened.
+    the checkpoint at any moment. Raises PrunedError if the run has pruned it.
     """
     lease = Lease(directory)
     try:

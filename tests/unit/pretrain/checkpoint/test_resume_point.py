@@ -271,7 +271,7 @@ def test_an_older_copy_of_a_run_does_not_pass_by_what_the_store_has(stored, worl
     stored.ledger.append(began("later", 300))
     publish_step(stored.checkpoints, 400, run=stored.identity.id, attempt="later")
     mirror(stored, [200, 400], tmp_path / "store")
-    with pytest.raises(CheckpointError, match=r"has step 400, which .*copy does not know"):
+    with pytest.raises(CheckpointError, match=r"has step 400, which .*copy lacks"):
         look(copy, world)
     # as if the store had been away when the copy started
     disk = Disk(copy.checkpoints, "b", copy.identity.id)
