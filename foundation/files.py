@@ -324,10 +324,7 @@ def end_of(path: Path, most: int = TAIL_BYTES) -> str:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Return the contents of a file that others may have written.
-
-    ValueError if it is not a regular file or is larger than `limit`.
-    """
+    """Return a file's contents; ValueError if it is not regular or is larger than `limit`."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
             raise ValueError(f"it has {size:,} bytes, expected at most {limit:,}")

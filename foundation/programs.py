@@ -42,10 +42,7 @@ def make_startable(code: Path) -> None:
 
 
 def copied_arguments(code: Path, module: str, *arguments: str) -> list[str]:
-    """Return the arguments of Python that run a module of a copy of the code, from any directory.
-
-    Python then looks into the copy first and not into the working directory.
-    """
+    """Return the arguments of Python that run a module of a copy of the code from anywhere."""
     return [str(code), module, *arguments]
 
 

@@ -39,9 +39,6 @@ PROGRAM = Program(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns its exit status. Supervisors set up logging again, under their own name.
-    """
+    """Run one command; return its exit status. Supervisors set up logging again, by their name."""
     set_up_logging("launcher")
     return PROGRAM.main(arguments)

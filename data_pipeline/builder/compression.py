@@ -39,10 +39,7 @@ def is_compressed(name: str) -> bool:
 
 
 def decompressed(file: BinaryIO, name: str) -> BinaryIO:
-    """Return the contents of a file by its name; one of CORRUPTION if they are invalid.
-
-    The caller closes `file`.
-    """
+    """Return a file's contents by its name; one of CORRUPTION if invalid. `file` stays open."""
     if is_compressed(name) and not os.fstat(file.fileno()).st_size:
         # An aborted transfer leaves this. Compressed empty contents are not empty.
         raise EOFError("it is empty")

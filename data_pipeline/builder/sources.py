@@ -155,10 +155,7 @@ def _check_folder(root: Path, config: CorpusConfig) -> None:
 def _files(
     folder: Path, excluded: frozenset[Path], parents: frozenset[Path] = frozenset()
 ) -> Iterator[Path]:
-    """Yield the files of a folder, through symlinks too.
-
-    Unreadable folders, broken links, and what is neither a file nor a folder are errors.
-    """
+    """Yield the files of a folder, through symlinks, too; DataError for all else that is in it."""
     real = folder.resolve()
     if real in parents:
         raise DataError(f"input {folder} is a link to one of its parent folders; remove the link")

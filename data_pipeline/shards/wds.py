@@ -144,10 +144,7 @@ def _find_headers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _follow(candidates: list[int], following: list[int]) -> list[int]:
-    """Return the indices of the candidates that can be reached from the first block.
-
-    Each is followed by a later one.
-    """
+    """Return the indices of the candidates that can be reached from the first block."""
     index_of = {block: index for index, block in enumerate(candidates)}
     chain, block = [], 0
     while block in index_of:

@@ -35,10 +35,7 @@ class Vocabulary(Protocol):
     end_text: str  # that it stands for; "": none, and no text has this id
 
     def encode_many(self, texts: Sequence[str], num_threads: int) -> list[np.ndarray]:
-        """Return the ids of each text, equal for any number of threads.
-
-        UnencodableText if one has none.
-        """
+        """Return the ids of each text, equal for any number of threads; UnencodableText if none."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -33,7 +33,6 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("runs", type=Path, metavar="RUNS", help="CSV or JSON, one run per row: N, D, loss and more")
     add("--column", action="append", default=[], metavar="ROLE=NAME", help="parameters=size ...")
-    add("--exclude", action="append", default=[], metavar="NAME", help="leave out the run NAME")
 
 
 def add_question(parser: argparse.ArgumentParser) -> None:

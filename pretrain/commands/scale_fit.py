@@ -90,8 +90,7 @@ def points_of(arguments: argparse.Namespace) -> Points:
             f"{arguments.runs} is no table of runs; if it is a sweep, name the runs.csv that "
             f"'pretrain scale collect {arguments.runs}' writes"
         )
-    columns = Columns.parse(arguments.column)
-    return read_points(arguments.runs, columns, exclude=arguments.exclude)
+    return read_points(arguments.runs, Columns.parse(arguments.column))
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:

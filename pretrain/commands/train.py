@@ -33,10 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train or resume the run of the directory, as one rank of WORLD_SIZE.
-
-    The status tells the launcher what failed: the site, which it waits for, or the run.
-    """
+    """Train or resume the run as one rank; the status tells the launcher what failed."""
     return exit_status_of(lambda: _train(arguments), status_of=_status_of)
 
 

@@ -372,10 +372,7 @@ class RunConfig:
 
 
 def why_fixed(key: str) -> str:
-    """Return why a setting, such as `model.d_model`, may not change when a run is resumed.
-
-    '' if it may: that changes neither which model learns nor what its state means.
-    """
+    """Return why a setting, such as `model.d_model`, may not change at a resume; '' if it may."""
     return next((why for name, why in _FIXED.items() if f"{key}.".startswith(f"{name}.")), "")
 
 
@@ -394,10 +391,7 @@ def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
 
 
 def accumulation_steps(run: RunConfig, world_size: int) -> int:
-    """Forward passes per optimizer step.
-
-    Each is a fixed group of lanes (a slot) with its own memory.
-    """
+    """Return the forward passes per step: slots, fixed groups of lanes with their own memory."""
     per_rank = len(lanes_of_rank(run, 0, world_size))
     micro = min(run.engine.micro_batch_lanes or per_rank, per_rank)
     if per_rank % micro:

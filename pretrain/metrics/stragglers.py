@@ -121,10 +121,7 @@ class SlownessMeter:
 def rank_that_stalled(
     stalled: float, frozen_R: Sequence[float], busy_R: Sequence[float]
 ) -> int | None:
-    """Return the rank that was frozen, or alone was busy, for at least half of the stall.
-
-    None if there is only one rank, or if several caused it.
-    """
+    """Return the one rank that was frozen or busy for at least half of the stall, if any was."""
     for seconds_R in (frozen_R, busy_R):
         longest = max(seconds_R)
         rank = seconds_R.index(longest)
@@ -135,10 +132,7 @@ def rank_that_stalled(
 
 
 def slowest_rank(step: int, seconds_R: Sequence[float]) -> Slowdown | None:
-    """Return the rank that took longest for its own work, compared with the others' median.
-
-    None if there is only one.
-    """
+    """Return the rank that took longest, compared with the others' median; None if alone."""
     if len(seconds_R) < 2:
         return None
     rank = max(range(len(seconds_R)), key=seconds_R.__getitem__)

@@ -100,10 +100,7 @@ class MatrixExchange:
 
 
 def owners(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Return the owner of each matrix: the largest first, each to the rank with the least so far.
-
-    With equal costs these are ranks 0, 1, 2 and so on in turn.
-    """
+    """Return each matrix's owner: the largest first, each to the rank with the least so far."""
     loads = [0.0] * num_ranks
     chosen = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):

@@ -16,6 +16,7 @@ from foundation.cli import value_text
 from foundation.files import write_text
 from foundation.tables import latex_table, write_csv
 from pretrain.rundir.evaluated_text import EvaluatedText, difference_error
+from pretrain.terminal.text import format_number
 
 LEVEL = 0.95
 NO_EFFECT = ("seed", "checkpoint.", "metrics.")  # settings that make no other member
@@ -50,7 +51,7 @@ def member_rows(members: Sequence[Member]) -> list[tuple[str, ...]]:
             member.name,
             str(len(member.losses)),
             f"{member.loss:.4f}",
-            _plain(errors and errors[0]),
+            format_number(errors and errors[0], ".4f"),
         )
         rows.append((*cells, *_difference(ordered[0], member), text.description))
     return rows
@@ -78,10 +79,6 @@ def _half_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
     error = stdev(values) / math.sqrt(len(values))
     return error, error * float(stdtrit(len(values) - 1, (1 + LEVEL) / 2))
-
-
-def _plain(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def member_names(names: Sequence[str], changed: Mapping[str, Sequence[Any]]) -> list[str]:

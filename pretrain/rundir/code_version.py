@@ -10,10 +10,7 @@ CODE_PACKAGES = ("data_pipeline", "foundation", "pretrain")  # all that a rank r
 
 
 def code_version() -> str:
-    """Return `VERSION+DIGEST`.
-
-    Equal digests mean equal source files, whether committed, copied or installed.
-    """
+    """Return `VERSION+DIGEST`, the digest of all source files, wherever they are."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for package in CODE_PACKAGES:

@@ -26,10 +26,7 @@ COUNTERS = ("step", "tokens_seen", "optimizer_steps", "loss_scale")
 def run_differences(
     left: RunDir, right: RunDir, step: int, tolerance: float | None = None
 ) -> list[str]:
-    """Return where losses or the checkpoints of `step` differ.
-
-    With a tolerance of losses, checkpoints may differ by rounding.
-    """
+    """Return where losses or checkpoints of `step` differ; with a tolerance, beyond rounding."""
     ours, theirs = (verify(step_directory(run.checkpoints, step)) for run in (left, right))
     if tolerance is None:
         of_state = differing_state(ours, theirs)

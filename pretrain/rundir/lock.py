@@ -99,10 +99,7 @@ def run_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]
 
 
 def read_lock(path: Path) -> Lock | None:
-    """Return who took the lock last, and whether it is still held.
-
-    None if it was never taken, or this user may not read it.
-    """
+    """Return who took the lock last and whether it is held; None if this user cannot know."""
     try:
         owner, since = read_value(Lock, path), path.stat().st_mtime
     except (FileNotFoundError, PermissionError, ValueError):

@@ -380,7 +380,7 @@ def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
     more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
     return [
         f"{counted(len(order), 'run')} over {LIMITS.far:g} standard deviations off the law: "
-        f"{', '.join(named)}{more}; to leave one out: --exclude '{points.names[order[0]]}'"
+        f"{', '.join(named)}{more}; a reason in the column 'excluded' leaves a run out"
     ]
 
 

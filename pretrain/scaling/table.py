@@ -221,30 +221,21 @@ def column_names(rows: Sequence[Row]) -> list[str]:
     return [name for name in (rows[0] if rows else ()) if name != "_line"]
 
 
-def read_points(
-    path: Path, columns: Columns | None = None, *, exclude: Sequence[str] = ()
-) -> Points:
-    """Read the runs of a file; those that `exclude` names take no part. DataError for mistakes."""
+def read_points(path: Path, columns: Columns | None = None) -> Points:
+    """Read the runs of a file; DataError for mistakes."""
     path, rows = Path(path), rows_of(Path(path))
     if not rows:
         raise DataError(f"{path} contains no runs; check the file")
     columns, notes = _known(columns or Columns(), rows, path)
-    names = [columns.run_name(row) for row in rows]
-    for name in exclude:
-        if name not in names:
-            raise DataError(f"{path}: no run {name!r} to exclude{did_you_mean(name, names)}")
     kept: list[Row] = []
     excluded: list[Exclusion] = []
-    for row, name in zip(rows, names, strict=True):
+    for row in rows:
         mark = flag(row.get(columns.excluded))
-        if mark is None:
-            excluded.append(Exclusion(name, str(row[columns.excluded])))
-        elif mark:
-            excluded.append(Exclusion(name, "excluded in the file"))
-        elif name in exclude:
-            excluded.append(Exclusion(name, "excluded by hand"))
-        else:
+        if mark is False:
             kept.append(row)
+        else:
+            reason = "excluded in the file" if mark else str(row[columns.excluded])
+            excluded.append(Exclusion(columns.run_name(row), reason))
     if not kept:
         raise DataError(f"{path}: every run is excluded; a fit needs some")
     points = _Table(path, kept, columns).points(notes)

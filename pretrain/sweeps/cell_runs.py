@@ -61,10 +61,7 @@ class PlacedCell:
 
 
 def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
-    """Return the cells of the sweep in `file`, with their runs in `runs`.
-
-    ConfigError for a run with other settings than its cell's.
-    """
+    """Return the sweep's cells with their runs in `runs`; ConfigError where one is another run."""
     cells = [
         PlacedCell(cell, config_of(cell, file), runs / cell.name, sweep.varies)
         for cell in sweep.cells

@@ -429,8 +429,8 @@ def test_an_outlier_is_named_and_hardly_moves_the_law(factor):
     loss_P = points.loss_P * np.where(np.arange(len(points)) == 17, factor, 1)
     fit = fit_all(replace(points, loss_P=loss_P))
     (said,) = [each for each in fit.warnings if "4.5 " in each]
-    assert said.count("point 17") == 2
-    assert "--exclude 'point 17'" in said
+    assert "point 17" in said
+    assert "'excluded'" in said
     assert fit.approach("parametric").fit.law.alpha == pytest.approx(HOFFMANN.alpha, rel=0.15)
 
 
