@@ -4,8 +4,6 @@ A model of two such layers, of a size and weights drawn at random, reads random 
 float64. What a check returns is how far two ways to the same result are apart, at most.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

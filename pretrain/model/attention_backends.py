@@ -3,8 +3,6 @@
 Letters of shapes as in `pretrain.model`; the queries are the last L of the C keys.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

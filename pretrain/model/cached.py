@@ -7,8 +7,6 @@ times cheaper. Models that need hidden states, to compress or to read a segment 
 training carries. Letters of shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

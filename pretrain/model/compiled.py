@@ -1,7 +1,5 @@
 """Functions of a layer, compiled by torch in training (`engine.compile`)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

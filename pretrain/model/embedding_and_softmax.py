@@ -12,8 +12,6 @@ sum is soon so much larger than what is added that most of it is rounded away: t
 the number of chunks. Summed in float32, it is rounded once, at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Letters of shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu, silu
 

@@ -4,8 +4,6 @@ A mixer reads remembered rows, as attention does, or it carries a state: a class
 Letters of shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -17,8 +17,6 @@ more rows wait until their group is complete. Letters of shapes as in `pretrain.
 number of memory tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

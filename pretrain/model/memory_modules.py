@@ -7,8 +7,6 @@ tokens: Bulatov et al. 2022 (arXiv 2207.06881).
 Letters of shapes as in `pretrain.model`; X is the number of memory tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A parameter has its final value when the module's `__init__` returns: under ZeRO
 partition it at that moment, and a later initialization would be lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Letters of shapes as in `pretrain.model`; Z is the number of chunks and Y the to
 queries, keys), or in the convolution the channels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, relu

@@ -3,8 +3,6 @@
 Letters of shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Where runs are unless a flag says otherwise, and how a command line names them. Torch-free."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from foundation.errors import did_you_mean

@@ -4,8 +4,6 @@ K keys of a segment: its T tokens and M rows of memory; B lanes of a forward pas
 k the widths of all queries and of all keys, c compression rate.
 """
 
-from __future__ import annotations
-
 from pretrain.config.engine import Attention, EngineConfig, attention_in
 from pretrain.config.mixer import (
     LayerBytes,

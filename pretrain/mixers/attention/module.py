@@ -4,8 +4,6 @@ Memory rows may be compressed rows followed by recent ones: only their order mat
 shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -13,8 +13,6 @@ Letters of shapes as in `pretrain.model`; X is the width of a head's values, Z t
 and Y the tokens of one (Y x Y: queries, keys).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

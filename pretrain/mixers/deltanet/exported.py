@@ -1,7 +1,5 @@
 """What stands in an export for definitions of the same names: no kernels for GPUs."""
 
-from __future__ import annotations
-
 import torch
 
 from pretrain.config.model import AttentionKernel, ModelConfig

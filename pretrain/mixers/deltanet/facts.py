@@ -3,8 +3,6 @@
 n heads, d d_model, w the width of all keys, v of all values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ Letters of shapes as in `pretrain.model`; X is the width of a head's values, Y t
 queries, keys and values.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu

@@ -1,7 +1,5 @@
 """The facts of Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692). Torch-free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pretrain.mixers.deltanet.facts import DeltaNetSettings, GatedDeltaNetFacts

@@ -1,7 +1,5 @@
 """Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, section 4): a delta rule by channel."""
 
-from __future__ import annotations
-
 import torch
 
 from pretrain.mixers.deltanet.module import GatedDeltaNet
