@@ -11,8 +11,8 @@ _BLOCK = re.compile(
     r"Traceback \(most recent call last\)|(Current )?[Tt]hread 0x\w+.*most recent call first"
     r"|Fatal Python"
 )
-_LONGEST = 4096  # characters of a line: the time of a search may grow with their square
-_TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # of each line of a traceback in a group of ranks
+_LONGEST = 4096  # characters of a line; the time of a search may grow with their square
+_TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a rank's traceback
 # Errors in lines that are not ours: uncaught exceptions, NCCL, Slurm, shells, containers.
 _ERROR = re.compile(
     r"^error: |^\w*(Error|Exception|Interrupt)\b|\berror:|\bfatal\b|out of memory|oom-kill"
@@ -23,8 +23,8 @@ _ERROR = re.compile(
 
 
 def error_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield whole tracebacks and stacks, lines logged as errors, and others that look like errors;
-    of a long line, its start."""
+    """Yield whole tracebacks and stacks, lines logged as errors, and lines that look like errors.
+    Long lines are cut."""
     in_block = False
     for raw in (line[:_LONGEST] for line in lines):
         level = LINE_START.match(raw)

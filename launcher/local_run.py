@@ -37,7 +37,7 @@ def train_here(
     command = train_command(experiment, run_dir.path, *overrides)
     existed = run_dir.path.exists()
     refuse_foreign_run(run_dir.path)
-    # Before any rank starts: what is refused must leave no failed attempt in the ledger.
+    # Before any rank starts: a refused run must leave no failed attempt in the ledger.
     if is_done_already(run_dir, with_absolute_paths(config), from_step):
         _log.info(
             "%s is done; to train further, give it more optim.steps; for another run, name=NEW",

@@ -39,7 +39,7 @@ class RestartPolicy:
 
     attempts_without_progress: int = 3
     first_delay: float = 1.0  # seconds; doubled for each attempt without progress
-    unstarted_delay: float = 5.0  # seconds instead, if the site or a node failed
+    unstarted_delay: float = 5.0  # the same after a failure of the site or a node
     longest_delay: float = 60.0
 
 
@@ -82,7 +82,7 @@ class StartAgain(Exception):
         reason: JobEndReason,
         message: str = "",
         nodes: Sequence[str] = (),
-        rank: int | None = None,  # the one whose node failed
+        rank: int | None = None,  # a rank whose node failed
     ) -> None:
         super().__init__(message or ", ".join(nodes))
         self.reason, self.message, self.nodes, self.rank = reason, message, tuple(nodes), rank
@@ -126,9 +126,8 @@ def decide(
 
 
 def are_all_unusable(ledger: Sequence[Event]) -> bool:
-    """Return whether all nodes seem unusable, so that a rank's report of it ends the run.
-
-    So it is if the run has never trained and its previous attempts ended in the same way.
+    """Return whether all nodes seem unusable, so that another report of an unusable node ends the
+    run. True if the run has never trained and its previous attempts all ended by such reports.
     """
     ends = find_events(ledger, AttemptEnded)[1 - _UNUSABLE_NODES :]
     has_trained = bool(find_events(ledger, TrainingBegan))
@@ -160,7 +159,7 @@ def _reason(
 
 
 def delay_after(reason: AttemptReason, count: int, policy: RestartPolicy) -> float:
-    """Return the seconds until the next attempt, after `count` attempts in a row that ended so.
+    """Return the seconds until the next attempt; each of `count` failures in a row doubles them.
 
     After a lack of memory it is 0, because the next attempt needs less memory.
     """
@@ -174,7 +173,7 @@ def delay_after(reason: AttemptReason, count: int, policy: RestartPolicy) -> flo
 def unresponsive_rank(statuses: Sequence[int]) -> int | None:
     """Return the rank that made an attempt hang: the only one that had to be killed, if any.
 
-    It is not the rank whose watchdog fired first: that one was waiting for it.
+    Ranks whose watchdogs fired are not to blame: they were waiting for it.
     """
     killed = [rank for rank, status in enumerate(statuses) if status == -signal.SIGKILL]
     return killed[0] if len(killed) == 1 else None

@@ -65,17 +65,17 @@ class RunState:
     reason: str = ""
     is_lost: bool = False  # failed, and no process of the run has recorded why
     needs_resume: bool = False  # only `launcher resume` continues it, though its state looks active
-    is_job_open: bool = False  # the ledger has the start of its last job and no end
+    is_job_open: bool = False  # the ledger has the start of its last job, but not the end
     attempts: int = 0
     ranks: int | None = None
     nodes: tuple[str, ...] = ()
-    replaced_nodes: tuple[str, ...] = ()  # by spare ones, and why
+    replaced_nodes: tuple[str, ...] = ()  # a sentence for each: its spare node, and why
     job: str | None = None  # Slurm's id
     work_dirs: Sequence[str] = ()  # of the run's jobs
     step: int = 0
     steps: int = 0
     results: RunResults = field(default_factory=RunResults)
-    evaluation: Mapping[str, Any] | None = None  # the line of the latest one in metrics.jsonl
+    evaluation: Mapping[str, Any] | None = None  # the line of the latest in metrics.jsonl
     time_spent: TimeSpent | None = None
     recent_tokens_per_second: float | None = None  # `RECENT_SPEED` in `metric_names`
     seconds_left: float | None = None
@@ -85,7 +85,7 @@ class RunState:
     mirror_problem: str = ""  # why the last upload failed
     last_failure: str = ""
     last_failure_age: float | None = None
-    interval: int = 0  # of checkpoints, in steps
+    interval: int = 0  # steps between two checkpoints
 
     @property
     def fraction_done(self) -> float:
@@ -100,7 +100,7 @@ class RunState:
     def unsaved(self) -> str:
         """How far a restart would go back; '' if that is normal.
 
-        Normal is up to an interval of checkpoints, or nothing once the run is done.
+        Normal is up to one interval of checkpoints; once the run is done, only 0 steps.
         """
         saved = self.checkpoint or 0
         if self.step - saved <= (0 if self.state is State.DONE else self.interval):
@@ -193,7 +193,7 @@ def read_state(path: Path) -> RunState:
 def _without_identity(run_dir: RunDir) -> RunState | None:
     """Return the state of a run that is starting on this machine; None for any other.
 
-    Its ranks, which make the run directory's run.json, have not come that far.
+    Its ranks have not written run.json yet.
     """
     start = None if run_dir.exists() else unfinished_start(run_dir.logs, [])
     is_here = start and any(lock.is_held for lock in run_dir.locks())
@@ -215,7 +215,7 @@ def submitted_config(path: Path) -> RunConfig | None:
 def read_states(paths: Sequence[Path]) -> list[RunState]:
     """Return the state of each directory, in order.
 
-    Raises UserError if a single one is unreadable; one of several gets the state `damaged`.
+    An unreadable directory gets the state `damaged`; UserError if it is the only one.
     """
     states = []
     for path in paths:
@@ -271,14 +271,14 @@ def with_queue(states: Sequence[RunState], slurm: Slurm | None = None) -> list[R
             unreadable = {*jobs} - {job.address for job in queue}
             if unreadable:
                 names = ", ".join(sorted(unreadable))
-                _log.warning("job %s: derived from the directory alone: %s", names, error)
+                _log.warning("job %s: state taken from the run directory alone: %s", names, error)
         queued = {job.address: job for job in queue}
         jobs = [job for job in jobs if job not in unreadable]
         # Accounting is slower than the controller. Ask it only about jobs that the controller has
         # forgotten, and about pending ones, whose earlier starts it may have.
         records = slurm.records([j for j in jobs if j not in queued or queued[j].is_pending])
     except UserError as error:
-        _log.warning("derived from the directories alone: %s", error)
+        _log.warning("states taken from the run directories alone: %s", error)
         return list(states)
     joint = list(states)
     for index, state in enumerate(states):
@@ -305,8 +305,8 @@ def joined(state: RunState, queued: QueuedJob | None, records: Sequence[JobRecor
             return _pending(state, queued, records)
         return _running(state, queued)
     ending = (queued.state if queued else records[-1].state if records else "").partition(" ")[0]
-    # `stopped` is a user's request only if the job has ended regularly: ranks also save and stop
-    # when their supervisor is killed.
+    # The state `stopped` means a user's request only if the job has ended regularly: ranks also
+    # save and stop when their supervisor is killed.
     was_asked = not state.is_job_open or ending in ("", "COMPLETED")
     if state.state in (State.DONE, State.CANCELED) or (state.state is State.STOPPED and was_asked):
         return state
@@ -354,11 +354,11 @@ def _ended(state: RunState, ending: str) -> RunState:
     if state.state is State.FAILED and not state.is_lost:
         return state
     if ending == "FAILED" and state.state is State.QUEUED:
-        reason = "its job failed before its supervisor began, as if a node could not read the run"
+        reason = "its job failed before its supervisor began: can its nodes read the run directory?"
         if not RunDir(Path(state.path)).logs.is_dir():
             reason = "its job could not write its log: RUN/logs is gone"
         elif any(RunDir(Path(state.path)).logs.glob("slurm-*.log")):
-            reason = "its job failed before its supervisor began: 'launcher logs RUN --errors'"
+            reason = "its job failed before its supervisor began, see 'launcher logs RUN --errors'"
         reason += "; 'launcher resume' submits it again"
         return replace(state, state=State.FAILED, reason=reason)
     if state.is_job_open and ending == "FAILED":

@@ -1,5 +1,5 @@
-"""The status of a run that follows from its directory alone. `infer_status` is pure, without files
-or clocks; Slurm may know better: run_state.py."""
+"""The status of a run, from its directory alone; run_state.py corrects it by Slurm's data.
+`infer_status` is pure: it reads no files or clocks."""
 
 import contextlib
 import datetime
@@ -42,8 +42,8 @@ from pretrain.rundir.lock import Lock
 from pretrain.rundir.metrics_file import MetricsSummary, TimeSpent, summarize_file
 from pretrain.rundir.run_dir import RunDir
 
-# A rank on another host without a heartbeat for longer may be gone; one on this host is looked up
-# by process id.
+# After this long without a heartbeat, a rank on another host may be gone. A rank on this host is
+# looked up by its process id.
 UNRESPONSIVE_SECONDS = 300.0
 _ACTIVITIES = {
     "save": "saving a checkpoint",
@@ -68,13 +68,13 @@ class State(str, Enum):
     FAILED = "failed"
     DONE = "done"
     DAMAGED = "damaged"  # its directory cannot be read
-    OTHER = "other settings"  # than the cell of a sweep whose directory it has
+    OTHER = "other settings"  # the directory of a sweep's cell has a run of other settings
 
     def __str__(self) -> str:
         return self.value
 
 
-# The run continues by itself.
+# States in which the run continues by itself.
 ACTIVE = (State.RUNNING, State.QUEUED, State.REQUEUED, State.PREEMPTED)
 
 
@@ -85,7 +85,7 @@ class Status:
     state: State
     reason: str = ""
     is_lost: bool = False  # the run ended without writing why
-    needs_resume: bool = False  # only that continues it, although its state suggests otherwise
+    needs_resume: bool = False  # only `launcher resume` continues it, though its state looks active
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,10 @@ class Evidence:
     metrics: MetricsSummary
     heartbeats: Sequence[HeartbeatRecord]
     locks: Sequence[Lock]
-    checkpoint: int | None  # step of the latest one
+    checkpoint: int | None  # step of the latest
     checkpoint_time: float | None
-    steps: int  # that the run has to make
-    start: AttemptStart | None = None  # of the latest attempt, until it trains
+    steps: int  # all that the run has to make
+    start: AttemptStart | None = None  # how far the latest attempt is; None once it trains
 
     @property
     def unready_nodes(self) -> NodesUnready | None:
@@ -117,8 +117,8 @@ class Evidence:
 
     @property
     def last_seen(self) -> float:
-        """When the run last wrote anything, by its own clock: a file server may give a checkpoint
-        another time."""
+        """When the run last wrote an event or heartbeat, by its own clock. Without any, the time of
+        its checkpoint, which may be by a file server's clock."""
         times = [event.time for event in self.ledger[-1:]]
         times += [heartbeat.written for heartbeat in self.heartbeats]
         return max(times, default=self.checkpoint_time or 0.0)
@@ -128,12 +128,12 @@ class Evidence:
         end = self.clock if is_running else self.last_seen
         turn = last_event(self.ledger, TrainingBegan, AttemptEnded, JobStarted, JobEnded)
         if is_running and isinstance(turn, TrainingBegan) and self.metrics.time > turn.time:
-            end = min(end, self.metrics.time)  # what is not measured yet is no restart
+            end = min(end, self.metrics.time)  # steps that are not measured yet are no restart
         return time_spent(self.metrics, self.ledger, end)
 
     @property
     def clock(self) -> float:
-        """The time where the run is: its events have times of that clock, not of ours."""
+        """The present time by the clock of the run's host, which the times of its events follow."""
         is_elsewhere = any(heartbeat.is_alive is None for heartbeat in self.heartbeats)
         return self.last_seen if is_elsewhere else self.now
 
@@ -163,7 +163,7 @@ def infer_status(evidence: Evidence) -> Status:
     """Return the status that follows from the evidence."""
     last = last_turn(evidence.ledger, evidence.latest_step >= evidence.steps)
     is_over = last is not None and not _continues_after(last)
-    # A killed rank leaves its heartbeat behind.
+    # A killed rank leaves its heartbeat: after the run's end, an older one does not count.
     heartbeats = [
         heartbeat
         for heartbeat in evidence.heartbeats
@@ -173,7 +173,7 @@ def infer_status(evidence: Evidence) -> Status:
     running = Status(State.RUNNING, activity)
     if any(lock.is_held for lock in evidence.locks) or any(h.is_alive for h in heartbeats):
         return running
-    # When another host last showed that it works on the run, if its clock is ours.
+    # When another host last showed that it works on the run, if its clock agrees with ours.
     times = [heartbeat.written for heartbeat in heartbeats if heartbeat.is_alive is None]
     times += [lock.since for lock in evidence.locks if lock.is_held is None]
     if times and not is_over:
@@ -186,7 +186,7 @@ def infer_status(evidence: Evidence) -> Status:
         if evidence.unready_nodes:
             reason = activity
         elif silence < 0:
-            reason = f"the clock of {hostname} is {duration(-silence)} ahead, or it was"
+            reason = f"the clock of {hostname} is {duration(-silence)} ahead of ours, or was"
         elif evidence.start:
             reason = f"{activity}; {reason}"
         return Status(State.UNRESPONSIVE, reason)
@@ -197,12 +197,12 @@ def last_turn(ledger: Sequence[Event], has_all_steps: bool) -> Event | None:
     """Return the last event at which an attempt, or a job that makes attempts, began or ended.
 
     When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last
-    events afterwards; those are not turns of the run any more, unless they have made all steps.
+    events afterwards. These are no turns of the run, unless it has made all steps.
     """
     trained = last_event(ledger, TrainingBegan, TrainingEnded, AttemptEnded)
     if has_all_steps and trained is not None and is_finished(trained):
         return trained  # a job that starts afterwards has nothing to do
-    ended = last_event(ledger, JobStarted, JobEnded)  # a later start may have the same number
+    ended = last_event(ledger, JobStarted, JobEnded)  # a new start may have an ended one's number
     start = f"{ended.job}.{ended.restart}" if isinstance(ended, JobEnded) else ""
     timely = [event for event in ledger if not began_in(event, start)]
     kinds = (TrainingBegan, AttemptEnded, JobStarted, JobEnded)
@@ -248,7 +248,7 @@ def _ended_status(evidence: Evidence, last: Event | None) -> Status:
         if is_finished(end):
             steps = evidence.steps
             if evidence.latest_step >= steps:
-                if failure := evidence.metrics.failure:  # of a version that called this finished
+                if failure := evidence.metrics.failure:  # old versions recorded it as finished
                     return Status(State.FAILED, failure)
                 spike = last_event(evidence.ledger, TrainingBegan, UnresolvedSpike)
                 is_spike = isinstance(spike, UnresolvedSpike)

@@ -30,13 +30,13 @@ STYLES = {
     State.FAILED: "bold red",
     State.OTHER: "bold red",
 }
-WIDTH_OF_PIPES = 200
-MOST_NODES = 16  # that are named one by one
+WIDTH_OF_PIPES = 200  # characters
+MOST_NODES = 16  # more nodes than this are not named one by one
 NUMBERS = ("step", "%", TRAIN_LOSS, "left", "saved")
 
 
 def console() -> Console:
-    """Return where tables go; lines in a pipe are not wrapped at the terminal's width."""
+    """Return where tables go; in a pipe their lines may be WIDTH_OF_PIPES long."""
     return Console(width=None if sys.stdout.isatty() else WIDTH_OF_PIPES, highlight=False)
 
 
@@ -93,7 +93,7 @@ def plain_table(rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def age(seconds: float | None) -> str:
-    """Return how long ago that was; `?` for unknown."""
+    """Return a text such as `5 min ago`; `?` for None."""
     return "?" if seconds is None else f"{duration(seconds)} ago"
 
 

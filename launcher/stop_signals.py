@@ -11,7 +11,7 @@ from types import FrameType
 from foundation.interruption import ONE_PRESS_SECONDS
 from pretrain.checkpoint.storage_retry import CLOCK, Clock, StorageRetry
 
-HOLDER = "launcher"  # of the lock RUN/launcher.lock
+HOLDER = "launcher"  # holds the lock RUN/launcher.lock
 
 
 class StopSignals:
@@ -20,9 +20,9 @@ class StopSignals:
     The supervisor has to outlive its ranks, which save a checkpoint first, and to record how they
     ended. So: SIGINT and SIGTERM ask the ranks to save and stop; a second SIGINT (Ctrl-C) kills
     them. A second SIGTERM does not: Slurm sends several while a job ends. SIGUSR1, which `sbatch
-    --signal` sends ahead of the time limit, asks too, and so does SIGHUP, of a terminal that is
-    closed, unless nohup has it ignored. SIGUSR2 goes to the ranks alone (see
-    srun.py). `received` has all signals in order.
+    --signal` sends ahead of the time limit, asks too. So does SIGHUP, from a terminal that is
+    closed, unless nohup ignores it. SIGUSR2 goes to the ranks alone (see srun.py).
+    `received` has all signals in order.
     """
 
     def __init__(self) -> None:
@@ -46,9 +46,9 @@ class StopSignals:
     def retry(
         self, seconds: float, meanwhile: Callable[[], None] = lambda: None, clock: Clock = CLOCK
     ) -> StorageRetry:
-        """Return how a supervisor waits for its run directory, with a call about once a second:
-        unlike a rank, which has a checkpoint to save, until a request to stop raises
-        StopWhileWaiting."""
+        """Return how a supervisor waits for its run directory. It calls `meanwhile` about once a
+        second. A request to stop raises StopWhileWaiting: unlike a rank, a supervisor has no
+        checkpoint to save."""
 
         def poll() -> None:
             meanwhile()
@@ -67,4 +67,4 @@ class StopSignals:
 
 
 class StopWhileWaiting(Exception):
-    """The supervisor was asked to stop while it waited: what it was to write is not written."""
+    """The supervisor was asked to stop while it waited, and leaves what it waited for undone."""

@@ -1,6 +1,6 @@
 """The supervisor: makes attempts, one after the other, until the run is finished or hopeless.
 
-Its caller passes how to start ranks: on this machine, or as a step of a Slurm job.
+Its caller passes a function that starts ranks: on this machine, or as a step of a Slurm job.
 """
 
 import logging
@@ -51,7 +51,7 @@ class Ranks(Protocol):
 
     logs: list[Path]  # in rank order
     first_failure: int | None  # the first rank that failed; known after `wait`
-    was_stopped: bool  # all ranks at once, not by this supervisor; known after `wait`
+    was_stopped: bool  # whether others than this supervisor ended all at once; after `wait`
 
     def wait(self, *, meanwhile: Callable[[], None]) -> Sequence[int]:
         """Wait until all have exited; return their exit statuses in rank order. Calls `meanwhile`
@@ -84,7 +84,7 @@ class Supervisor:
     is_allocated: Callable[[], bool] = lambda: True
     clock: Clock = CLOCK
     _number: int = field(default=-1, init=False)  # of the latest attempt
-    # Since when the site or a node has failed, and how many pauses there were.
+    # Since when the site or a node has failed (None: they work), and how many pauses there were.
     _waits_since: float | None = field(default=None, init=False)
     _num_waits: int = field(default=0, init=False)
 
@@ -110,7 +110,7 @@ class Supervisor:
         return latest_step(self.run_dir.checkpoints)
 
     def _known_step(self) -> int:
-        """Return the latest step, once its storage is there."""
+        """Wait until storage responds; return the latest step."""
         with_retries(self.run_dir.retry, self.run_dir.ledger.check_present)
         return self._latest_step()
 
@@ -128,7 +128,7 @@ class Supervisor:
         ended = self._attempt_end(statuses, ranks, before)
         if ended.next not in (NextAction.FINISHED, NextAction.STOPPED) and not self.is_allocated():
             return EXIT_STOPPED
-        # Without either, the settings were refused before there was a run.
+        # If neither exists, the settings were refused before there was a run.
         if run_dir.exists() or run_dir.ledger.path.exists():
             self._record(ended)
         if ended.next is NextAction.FINISHED:
@@ -159,7 +159,7 @@ class Supervisor:
     def _attempt_end(self, statuses: tuple[int, ...], ranks: Ranks, before: int) -> AttemptEnded:
         """Return how the attempt ended, and what follows."""
         run_dir = self.run_dir
-        # A rank that explains its failure may have found the run gone for good: do not wait for it.
+        # A rank that explains its failure may have found the run gone for good: do not wait.
         is_explained = any(status in EXPLAINED for status in statuses)
         after = self._latest_step() if is_explained else self._known_step()
         is_complete = False  # stays False if the run directory has vanished
@@ -260,7 +260,7 @@ class Supervisor:
 
 
 def _hung_rank(run_dir: RunDir, statuses: Sequence[int]) -> int | None:
-    """Return the rank that made an attempt hang: it came to no rendezvous, or had to be killed."""
+    """Return the rank that made an attempt hang: it missed the rendezvous, or had to be killed."""
     start = unfinished_start(run_dir.logs, run_dir.ledger.read())
     late = start.late_rank(read_heartbeats(run_dir.heartbeats)) if start else None
     return unresponsive_rank(statuses) if late is None else late
@@ -276,7 +276,7 @@ def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
 def is_done_already(run_dir: RunDir, config: RunConfig, from_step: int | None = None) -> bool:
     """Return whether the directory holds this run, complete. Raises ConfigError for another run.
 
-    From a step that is asked for, there is something to do.
+    False with `from_step`, from which the run trains again.
     """
     if not run_dir.exists():
         run_dir.refuse_other_files()

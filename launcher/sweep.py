@@ -41,7 +41,7 @@ from pretrain.sweeps.sweep_file import Sweep
 
 ARRAYS = ".arrays"  # next to the cells' directories; no cell's name starts with a dot
 _POLL_SECONDS = 0.2
-_STOPPED = (EXIT_STOPPED, EXIT_INTERRUPTED)  # after a checkpoint, and before the first one
+_STOPPED = (EXIT_STOPPED, EXIT_INTERRUPTED)  # of a stopped cell, with a checkpoint and without
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class CellRun(PlacedCell):
 
 
 def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
-    """Return all cells in the order of the file; of a run with other settings than its cell's the
-    state says just that, without its numbers."""
+    """Return all cells in the order of the file. A run with other settings than its cell has the
+    state OTHER, without its numbers."""
     paths = [runs / cell.name for cell in sweep.cells]
     started = [path for path in paths if is_run(path)]
     known = {Path(state.path): state for state in read_states(started)}
@@ -90,8 +90,8 @@ def refuse_other_cells(cells: Sequence[CellRun]) -> None:
 
 
 def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
-    """Return the cells with the most training FLOPs left first, else in the order of the file: with
-    several at a time, a long one that starts last would run alone in the end."""
+    """Return the cells by training FLOPs left, the most first, then in the order of the file. If
+    several run at a time, a long one that starts last would run alone in the end."""
 
     def flops_left(cell: CellRun) -> float:
         try:
@@ -104,14 +104,14 @@ def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
 
 
 def can_start(cells: Sequence[CellRun], unfinished: Collection[str] = ()) -> list[CellRun]:
-    """Return the cells that start from no other one that still waits or is unfinished."""
+    """Return the cells that do not start from another of these cells or of the `unfinished`."""
     names = {*unfinished, *(cell.cell.name for cell in cells)}
     return [cell for cell in cells if cell.cell.starts_from not in names]
 
 
 def can_begin(cell: CellRun, runs: Path) -> bool:
-    """Make the run of a cell that starts from another's; return False, with the reason printed,
-    where that run does not allow it."""
+    """Make the run of a cell that starts from another one's run. If that run does not allow it,
+    print the reason and return False."""
     source, step = cell.cell.starts_from, cell.cell.starts_at
     try:
         if source:
@@ -147,7 +147,7 @@ def run_cells(
 ) -> list[str]:
     """Run the cells, which save on a request to stop; return the names of the failed ones."""
     waiting, failed = list(cells), []
-    unfinished: set[str] = set()  # that have ended here without being done
+    unfinished: set[str] = set()  # cells that have ended here without being done
     running: dict[str, RankGroup] = {}
     passed_on = 0
     try:
@@ -200,8 +200,8 @@ def _started(cell: CellRun, sweep_path: Path, runs: Path, ranks: int, at_a_time:
 def cells_by_nodes(
     cells: Sequence[CellRun], cluster: ClusterConfig, nodes: NodeRange, *, is_dry_run: bool = False
 ) -> tuple[dict[int, list[CellRun]], int]:
-    """Return number of nodes -> cells: each gets the fewest within `nodes` that can run it; and how
-    many cells cannot run, whose names and reasons are printed."""
+    """Return number of nodes -> cells, and how many cells cannot run. Each cell gets the fewest
+    nodes within `nodes` that can run it. If none can, print its name and the reason."""
     groups: dict[int, list[CellRun]] = {}
     num_refused = 0
     for cell in cells:
@@ -224,8 +224,8 @@ def array_job(
 ) -> tuple[Job, str]:
     """Return the job of cells that need equally many nodes, and its script; task i is the cell i.
 
-    It starts when the job `after` has ended. Its directory is derived from the cells' former jobs:
-    so a job whose number was lost is found, while cells that are submitted again get a new one.
+    It starts when the job `after` has ended. The cells' former jobs determine its directory. So a
+    job whose number was lost is found there, and cells that ran before get a new directory.
     """
     before = [(str(cell.path.resolve()), cell.state.job) for cell in cells]
     name = f"{sweep}-{hashlib.sha256(repr(before).encode()).hexdigest()[:8]}"
@@ -246,7 +246,7 @@ def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
     """Save what the cells run, submit them once, record it in their ledgers; return the id."""
     slurm = Slurm()
     check_request(job.cluster, job.nodes, slurm.partitions())
-    for shared in (job.run_dir.parent.parent, job.run_dir.parent):  # the cells', and that of arrays
+    for shared in (job.run_dir.parent.parent, job.run_dir.parent):  # runs/SWEEP, runs/SWEEP/.arrays
         make_run_directory(shared)
         refuse_foreign_run(shared)
     with contextlib.ExitStack() as undone:

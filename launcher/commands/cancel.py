@@ -80,7 +80,7 @@ def run_signal(arguments: argparse.Namespace) -> int:
 
 
 def _own_state(run_dir: RunDir, slurm: Slurm) -> tuple[RunState, str]:
-    """Return the state of this user's run, and its job that waits or runs, if one does."""
+    """Return the state of this user's run, and the id of its job if that waits or runs, else ''."""
     (state,) = read_states([run_dir.path])
     refuse_links(run_dir.path)
     refuse_foreign_run(run_dir.path)

@@ -24,9 +24,9 @@ from pretrain.rundir.run_paths import run_path
 
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 3.0  # between two looks at whether the run is still active
-_LONGEST_LINE = 1 << 16  # bytes of a line that are shown, or at once while it is written
-_MOST_BYTES = 1 << 24  # of a log's end, that are searched for --lines
-_NUM_LAST_LINES = 10  # of the logs of a run that failed without an error line
+_LONGEST_LINE = 1 << 16  # bytes; longer lines are cut, or printed in parts by --follow
+_MOST_BYTES = 1 << 24  # at a log's end, in which the last --lines are searched
+_NUM_LAST_LINES = 10  # of a log, to show if a run failed without an error line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=int, help="which rank (default 0; with --errors all)")
     add("--attempt", type=int, metavar="N", help="which attempt (default: the latest)")
     add("--errors", action="store_true", help="only errors and stacks, of ranks, srun and the job")
-    add("--lines", type=int, default=50, metavar="N", help="the last N (default 50); 0: all")
+    add("--lines", type=int, default=50, metavar="N", help="last N lines (default 50); 0: all")
     add("--follow", action="store_true", help="print new lines until the run ends or Ctrl-C")
 
 
@@ -104,7 +104,7 @@ def _job_log(logs: Path) -> Path | None:
 def _print_errors(
     arguments: argparse.Namespace, run_dir: RunDir, attempt: AttemptFiles | None
 ) -> bool:
-    """Print an attempt's errors, the rank that failed first at the top; return whether any."""
+    """Print an attempt's errors, first the rank that failed first; return whether it has any."""
     found_any = False
     for name, errors in _sources(run_dir, attempt, arguments):
         for line in errors:
@@ -115,7 +115,7 @@ def _print_errors(
         directory = attempt.directory if attempt else Path()
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
         print(
-            f"[collectives] the last of {which} are in {directory / prefix}*; compare them with: "
+            f"[collectives] the last ones of {which} are in {directory / prefix}*; compare with: "
             f"{shlex.join(['torchfrtrace', '--prefix', prefix, '-j', str(directory)])}"
         )
     return found_any or bool(traces)
@@ -124,8 +124,8 @@ def _print_errors(
 def _sources(
     run_dir: RunDir, attempt: AttemptFiles | None, arguments: argparse.Namespace
 ) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield names and last errors of all logs: of the rank that failed first, srun, the job, and
-    others, which are read together once what came before them has been shown."""
+    """Yield each log's name and last errors: first the rank that failed first, srun and the job.
+    The other ranks' logs are read together, once the caller has printed the first ones."""
 
     def errors_of(log: Path) -> Sequence[str]:
         return deque(error_lines(_last_lines(log, 0)), maxlen=arguments.lines or None)
@@ -148,7 +148,7 @@ def _sources(
 
 
 def _last_lines_of_all(logs: Path, attempt: AttemptFiles | None) -> list[str]:
-    """Return the last lines of a failed run's logs, whose errors have an unknown form."""
+    """Return the last lines of srun's and the job's logs, for a failed run without error lines."""
     return [
         printable(f"[{name}] {line.rstrip()}")
         for name, path in (("srun", attempt and attempt.srun_log), ("job", _job_log(logs)))
@@ -186,7 +186,7 @@ def _follow(arguments: argparse.Namespace, logs: Path, rank: int) -> int:
 
 
 def _print_from(path: Path, offset: int) -> int:
-    """Print the lines of a log from there on; return where it ends."""
+    """Print the lines of a log from `offset` on; return the offset of its end."""
     with open_appended(path) as file:
         file.seek(offset)
         while line := file.readline(_LONGEST_LINE):
@@ -195,7 +195,7 @@ def _print_from(path: Path, offset: int) -> int:
 
 
 def _last_lines(path: Path, count: int) -> Iterable[str]:
-    """Return the last lines, or all of them one after the other; of a long one, its start."""
+    """Return the last `count` lines, or an iterator over all if it is 0; long lines are cut."""
     lines = lines_of(path, _LONGEST_LINE, _start_of_last_lines(path, count))
     parts = (part for line in lines for part in _text(line).splitlines(keepends=True))
     return deque(parts, maxlen=count) if count else parts
@@ -206,7 +206,7 @@ def _text(line: bytes) -> str:
 
 
 def _start_of_last_lines(path: Path, count: int) -> int:
-    """Return where they begin, at most `_MOST_BYTES` before the end of a log of any size."""
+    """Return the offset of the last `count` lines, `_MOST_BYTES` from the end at most; 0: all."""
     with open_appended(path) as file:
         size, most = os.fstat(file.fileno()).st_size, TAIL_BYTES
         while count:

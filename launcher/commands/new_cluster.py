@@ -17,7 +17,7 @@ SIGNAL_SECONDS = 300
 HERE = "this machine"
 OF_GPUS = """\
   NCCL_DEBUG: WARN
-  TORCH_DIST_USE_NCCL2: "0"  # torch's former NCCL backend, until the new one was seen here
+  TORCH_DIST_USE_NCCL2: "0"  # torch's former NCCL backend, until the new one is tested here
 """
 add_settings_arguments = add_prefix
 

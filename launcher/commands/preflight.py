@@ -49,13 +49,13 @@ T = TypeVar("T", RankMeasurement, LinkMeasurement)
 EXIT_FOUND_DIFFERENCES = 1
 _CHECK = "pretrain.processes.node_check"
 _PREFIX = ".preflight-"
-_MINUTES = 30
+_MINUTES = 30  # time limit of the job
 _LEAVE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
-_ARRIVAL_SECONDS = 150.0  # after the first rank's: how long the others may take to start
-# As long as ranks may take (node_check.py), and a network file system to show what they wrote.
+_ARRIVAL_SECONDS = 150.0  # how long the other ranks may take after the first has measured
+# LINK_SECONDS of node_check.py, and the time a network file system takes to show a new file.
 _ROUND_SECONDS = 200.0
-_SLOW_FRACTION = 0.7  # of the median of the others
+_SLOW_FRACTION = 0.7  # of the median rate, below which a node is slow
 _NOT_OF_SRUN = ("requeue", "no-requeue", "export-file")  # options that only sbatch has
 
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cluster", type=Path, help="on Slurm: cluster file (configs/clusters/*.yaml)")
     add("--local", action="store_true", help="only this machine")
     add, ranks = parser.add_argument, gpus_here() or 2
-    words = "with --cluster: nodes; of 4+1, with a spare one, all 5 (default %(default)s)"
+    words = "with --cluster: number of nodes; 4+1 checks the spare one, too (default %(default)s)"
     add("--nodes", default="2", metavar="N|N+S", help=words)
     words = "with --local: number of ranks (default: one per GPU, or 2)"
     add("--ranks", type=int, default=ranks, help=words)
@@ -95,7 +95,7 @@ def _check_here(num_ranks: int, out: Path) -> list[NodeReport]:
     command = own_command(_CHECK, str(out))
     with RankGroup(command, num_ranks, out / "logs") as ranks:
         try:
-            return _led(out, num_ranks, lambda: None in ranks.poll())
+            return _lead(out, num_ranks, lambda: None in ranks.poll())
         except UserError as error:
             lines = end_of(ranks.logs[0]).strip().splitlines()
             raise UserError(
@@ -108,17 +108,17 @@ def _check_cluster(arguments: argparse.Namespace, out: Path) -> list[NodeReport]
     nodes = fixed_nodes(arguments.nodes).least_of_job
     check_request(cluster, NodeRange(nodes, nodes), Slurm().partitions())
     name = f"preflight-{secrets.token_hex(4)}"
-    if cluster.container_image:  # which has this project's dependencies, but not its code
+    if cluster.container_image:  # the image has this project's dependencies, but not its code
         Snapshot(out).take_code(script="")
     with _step(srun_line(cluster, nodes, name, out), out) as srun:
         num_ranks = nodes * cluster.tasks_per_node
-        return _led(out, num_ranks, lambda: srun.poll() is None, nodes)
+        return _lead(out, num_ranks, lambda: srun.poll() is None, nodes)
 
 
 def srun_line(cluster: ClusterConfig, nodes: int, name: str, out: Path) -> list[str]:
     """Return the srun command: a rank per device; if a node fails, the others keep running.
 
-    `setup` is for the host, as in a job, so not where pyxis runs the whole script.
+    `setup` is for the host, as in a job. If pyxis runs the script in the container, it is left out.
     """
     options = {
         "job-name": name,
@@ -175,10 +175,10 @@ def _step(command: Sequence[str], out: Path) -> Iterator[subprocess.Popen[bytes]
                 continue
 
 
-def _led(
+def _lead(
     out: Path, num_ranks: int, is_running: Callable[[], bool], num_nodes: int = 0
 ) -> list[NodeReport]:
-    """Lead the ranks here, or on the nodes of a job."""
+    """Tell the ranks, here or in a job, what to measure and when to exit; return the report."""
     measured = gather_ranks(out, num_ranks, is_running)
     pairs = pair_up(out, measured, is_running)
     jobs = Slurm().live_jobs(str(out)) if num_nodes else []
@@ -234,8 +234,8 @@ def gather_ranks(
 def pair_up(
     out: Path, measured: Sequence[RankMeasurement], is_running: Callable[[], bool]
 ) -> list[PairResult]:
-    """Measure every pair of nodes once, then all nodes together, as a run does; not nodes that did
-    not respond in a round, or have a rank that cannot train."""
+    """Measure every pair of nodes once, then all nodes together, as a run does. Leave out a node if
+    one of its ranks cannot train, or if it did not respond in an earlier round."""
     ranks: dict[str, list[int]] = {}
     for one in measured:
         ranks.setdefault(one.node, []).append(one.rank)
@@ -277,7 +277,7 @@ def _collected(
     seconds: float = math.inf,
     seconds_after_first: float = math.inf,
 ) -> dict[int, T]:
-    """Return what the ranks have written into their files in time."""
+    """Return rank -> what it has written into its file in time."""
     answers: dict[int, T] = {}
     deadline = time.monotonic() + seconds
     while len(answers) < len(files) and time.monotonic() < deadline:
@@ -294,7 +294,7 @@ def _collected(
 
 @dataclass(frozen=True, kw_only=True)
 class PairResult:
-    """What the ranks of two nodes (of one, if there is no other; of all) measured together."""
+    """What the ranks of two nodes, of all, or of the only one measured together."""
 
     nodes: tuple[str, ...]
     bytes_per_second: float | None
@@ -310,7 +310,7 @@ class NodeReport:
     """A row of the report; rates per second, None if nothing was measured."""
 
     node: str
-    verdict: str  # ok, link (one connection), slow, broken
+    verdict: str  # ok, link (some connections are broken), slow, broken
     problems: tuple[str, ...] = ()  # what is wrong
     device: str = ""
     ranks: int = 0
@@ -343,8 +343,8 @@ def rate_nodes(
     missing: Sequence[str],
     ranks_of_node: int = 1,
 ) -> list[NodeReport]:
-    """Return a report for every node by name, also without a response; and one for all together if
-    only that failed."""
+    """Return a report for every node by name, also for `missing` ones; and one for all together if
+    that measurement failed."""
     by_node: dict[str, list[RankMeasurement]] = {}
     for one in measured:
         by_node.setdefault(one.node, []).append(one)

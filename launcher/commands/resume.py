@@ -22,7 +22,7 @@ from pretrain.terminal.log import set_up_logging
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher resume`."""
     parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
-    add_overrides(parser, "settings that change from there on, such as optim.learning_rate=1e-4")
+    add_overrides(parser, "settings to change, such as optim.learning_rate=1e-4")
     add_from_step(parser)
 
 

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name:
         config = replace(config, name=arguments.name)
     path = (arguments.run_dir or Path("runs") / config.name).resolve()
-    quote(path)  # ConfigError now, unless a script can contain it
+    quote(path)  # ConfigError now if no script can contain this path
     job = Job(
         name=f"{config.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}",
         run_dir=path,
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if is_dry_run:
         print(render(job), end="")
-        if job.cluster.container_image:  # which only the job's srun shows
+        if job.cluster.container_image:  # the batch script does not show it
             nodes = tuple(f"NODE{number}" for number in range(job.nodes.least))
             step = Step(
                 nodes=nodes, ranks=job.cluster.tasks_per_node * len(nodes), cluster=job.cluster

@@ -138,7 +138,7 @@ def _submit(
     groups, num_refused = cells_by_nodes(waiting, cluster, nodes, is_dry_run=arguments.dry_run)
     if num_refused:
         status = EXIT_USER_ERROR
-    # Each array has its own limit, so they keep it together only one after the other.
+    # Each array has its own limit of tasks, so with --jobs arrays run one after the other.
     live = {str(cell.state.job).partition("_")[0] for cell in cells if cell.state.is_active}
     after = ":".join(sorted(live - {"None"})) if arguments.jobs else None
     for count, group in groups.items():
@@ -165,7 +165,7 @@ def _run_here(
 ) -> int:
     waiting = [cell for cell in cells if cell.is_waiting]
     for cell in waiting:
-        accumulation_steps(cell.config, arguments.ranks)  # one error here, not one of each cell
+        accumulation_steps(cell.config, arguments.ranks)  # one error here, not one from each cell
     order = longest_first(waiting) if (arguments.jobs or 1) > 1 else waiting
     if arguments.dry_run:
         if order:

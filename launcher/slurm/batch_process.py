@@ -1,4 +1,4 @@
-"""The process of a batch script: runs the supervisor, and again whenever a signal has killed it.
+"""The process of a batch script: runs the supervisor, and restarts it after a signal killed it.
 
 The out-of-memory killer, or an administrator, may end the supervisor, and no other process requeues
 the job or records what happened. So this one stays: small, idle, and without heavy imports.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from foundation.programs import own_command
 
-# Slurm signals the batch script alone (--signal=B:), or all processes of the job.
+# Passed on to the supervisor, because Slurm may signal the batch script alone (--signal=B:).
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _MOST_SHORT_LIVES = 3  # in a row: a supervisor that always dies at once needs a person
 _SHORT_SECONDS = 60.0
@@ -29,14 +29,14 @@ class BatchProcess:
             signal.signal(number, self._pass_on)
 
     def run(self) -> int:
-        """Return the command's exit status; 128 + N if signal N killed it last, or too often."""
+        """Return the command's exit status; 128 + N if signal N ended it, without a restart."""
         num_short = 0
         while True:
             began = time.monotonic()
             status = self._run_once()
             if status >= 0:
                 return status
-            if -status in _PASSED_ON:  # it has ended its work: before, it has handlers for them
+            if -status in _PASSED_ON:  # its work was over: until then it handles these signals
                 return 128 - status
             is_short = time.monotonic() - began < _SHORT_SECONDS
             num_short = num_short + 1 if is_short else 0
@@ -48,7 +48,7 @@ class BatchProcess:
 
     def _run_once(self) -> int:
         # The child inherits the blocked signals and receives them once it has handlers for them
-        # (StopSignals): one that comes while it imports its modules would kill it.
+        # (StopSignals). Unblocked, one that came while it imports its modules would kill it.
         signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         self._child = subprocess.Popen(self._command)
         missed, self._missed = self._missed, []

@@ -1,8 +1,8 @@
-"""Slurm's commands and their answers. Only srun.py runs another one, srun.
+"""Slurm's commands and their answers; srun.py has the command lines of srun.
 
-Fields are requested one by one, because the JSON of Slurm's commands varies by version. Marks of
-our own and a header surround them, because sites print banners, wrap commands and cut lines. If an
-answer is incomplete, Slurm is asked again.
+Fields are requested one by one, because the JSON of Slurm's commands varies by version. Each record
+stands between our own marks, after a header, because sites print banners, wrap commands and cut
+lines. If an answer is incomplete, Slurm is asked again.
 """
 
 import logging
@@ -30,7 +30,7 @@ _INHERITED = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "PMIX_")
 _UNREACHABLE = re.compile(
     "unable to contact|timed out|connection refused|connect failure|zero bytes|unreachable"
     "|unable to establish controller|temporarily unable|communication|unexpected message"
-    "|authentication error"  # munge is away
+    "|authentication error"  # the munge daemon is down
 )
 _NO_SLURM = (
     "'{}' found no Slurm cluster on this host; run it on a login node, or use 'launcher local'"
@@ -38,18 +38,18 @@ _NO_SLURM = (
 _LIVE_STATES = ("RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING")
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT")  # after `scontrol requeuehold`
 _COMMAND_SECONDS = 120.0
-# A controller that has just restarted answers queries before it processes waiting submissions.
+# A pause after the controller is back: it answers queries before it processes waiting submissions.
 _SETTLE_SECONDS = 2.0
-_ACCOUNTING_SECONDS = 10.0  # the history is not worth a longer wait
-# Directories are last, because users name them: they may contain the separator.
+_ACCOUNTING_SECONDS = 10.0  # the limit of sacct: old states of jobs are not worth a longer wait
+# The directory is last: its name comes from a user and may contain the separator.
 _JOB_FIELDS = ("%A", "%F", "%K", "%T", "%r", "%N", "%S", "%Z")
 _NODES = r"(?:[\w.-]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"  # n[1-2,7]
 _JOB = re.compile(r"[0-9]+\|[0-9]+\|[^|]*\|[A-Z_]+(\|[^|]*){3}\|(/.*|\(null\))?", re.DOTALL)
-_START, _END = "xl|", "|lx"  # of a record
+_START, _END = "xl|", "|lx"  # our marks around a record
 _RECORD = re.compile(rf"^{re.escape(_START)}(.*?){re.escape(_END)}$", re.MULTILINE | re.DOTALL)
-_BETWEEN = "|xl|"  # the delimiter of accounting's fields, which also ends its lines
+_BETWEEN = "|xl|"  # what sacct prints after each field, the last one too
 _TEXT_OF_USERS = re.compile(r"\b(JobName|\w*Comment|Command|WorkDir)=.*")  # to the line's end
-_NEEDED = {"JobState", "Restarts", "WorkDir"}  # WorkDir is near the end: it shows a cut answer
+_NEEDED = {"JobState", "Restarts", "WorkDir"}  # WorkDir comes late: a cut answer lacks it
 _JOB_NUMBER = re.compile(r"[0-9]+(_[0-9]+)?")
 _SUBMITTED = re.compile(r"^([0-9]+)(;\S+)?$", re.MULTILINE)
 
@@ -149,7 +149,7 @@ class Slurm:
                 self._wait_for_controller(deadline)
 
     def answered(self, ask: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Call `ask` until the controller responds; for use in a job, which Slurm ends in time."""
+        """Call `ask` until the controller responds, without a limit: Slurm limits a job's time."""
         return self.retry_unreachable(lambda: ask(*arguments, **options), timeout=math.inf)
 
     def submit(self, script: Path, work_dir: str) -> tuple[str, str]:
@@ -202,7 +202,7 @@ class Slurm:
         return self._squeue("-j", ",".join(ids)) if ids else []
 
     def steps(self, job: int) -> list[str]:
-        """Return the running steps of a job that srun started: 17.0."""
+        """Return a job's running steps that srun started, such as 17.0."""
         listed = [step for (step,) in self._records(["squeue", "-s", "-j", str(job)], ["%i"])]
         return [step for step in listed if step.rpartition(".")[2].isdecimal()]
 
@@ -268,7 +268,7 @@ class Slurm:
         """Return the states of nodes in sinfo's words (`idle`, `mixed*`), or another field."""
         try:
             listed = self._records(["sinfo", "-N", "-n", ",".join(names)], ["%N", field])
-        except _Denied:  # callers can do without
+        except _Denied:  # callers can work without states
             return {}
         return dict(listed)  # one entry per node, though sinfo lists it once per partition
 
@@ -277,7 +277,7 @@ class Slurm:
         self._checked(["scancel", job])
 
     def ask(self, job: str, number: int) -> None:
-        """Send a signal to all processes of the job's steps, which its script is not."""
+        """Send a signal to all processes of the job's steps, but not to its batch script."""
         self._checked(["scancel", f"--signal={signal.Signals(number).name[3:]}", job])
 
     def stop(self, job: str) -> None:
@@ -286,11 +286,11 @@ class Slurm:
         self._checked(["scancel", "--batch", "--signal=TERM", job])
 
     def requeue(self, job: str, restart: int, exclude: Sequence[str] = ()) -> None:
-        """Requeue start number `restart` of a job, without the nodes `exclude` from now on.
+        """End start number `restart` of a job and requeue it, from now on without nodes `exclude`.
 
         Slurm ends all processes of the job, perhaps this one, and lets the job wait for the
-        lifetime of a credential, by default two minutes. Idempotent: if Slurm's answer was lost, a
-        second call requeues no other start.
+        lifetime of a credential, by default two minutes. Callers may repeat this if Slurm's answer
+        was lost: the next start, with a higher number, is not requeued.
         """
         fields = self.details(job)
         if not fields:
@@ -462,7 +462,7 @@ class _UnknownJob(UserError):
 
 
 def _job_numbers(ids: Sequence[str]) -> list[str]:
-    """Return the ids that have the form of Slurm's: a ledger can have anything."""
+    """Return the ids that Slurm could have given: a damaged ledger may hold any text."""
     return [number for number in ids if _JOB_NUMBER.fullmatch(number)]
 
 

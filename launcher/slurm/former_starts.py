@@ -28,7 +28,7 @@ _ATTEMPTS_PER_NODE = 2  # a node is excluded if its ranks fail first in this man
 def end_of_start(ledger: Sequence[Event], job: str, restart: int) -> JobEnded | None:
     """Return the end of this start of the job, if a supervisor recorded it before it was killed.
 
-    A start that the controller forgot was another one, even if it had the same number.
+    The end of a start that the controller forgot does not count, even if it had the same number.
     """
     last = last_event([end for end in find_events(ledger, JobEnded) if end.job == job], JobEnded)
     is_own = last and last.restart == restart and last.reason is not JobEndReason.FORGOTTEN
@@ -59,9 +59,9 @@ def refusal_of_futile_starts(
 ) -> str:
     """Return why this job must not start again; '' if it may.
 
-    It must not if its last `most` starts were all ended by the time limit, and each took longer to
-    start than it trained for a checkpoint. `usual_limit`: the cluster file's time limit, if this
-    job's was shortened.
+    It must not if the time limit ended all of its last `most` starts, and each took longer to start
+    than it trained (0 s if it saved no new checkpoint). `usual_limit`: the cluster file's time
+    limit, if this job's was shortened.
     """
     starts: list[tuple[float, float]] = []  # (seconds until training, seconds of saved training)
     start: JobStarted | None = None
@@ -114,7 +114,7 @@ def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
 def starts_without_progress(ledger: Sequence[Event], job: str) -> int:
     """Return how many starts of this job in a row the site has ended without a newer checkpoint.
 
-    One that excluded some of its nodes, not all, does not count: the next start has other nodes.
+    A start that excluded some of its nodes, but not all, does not count: the next has other nodes.
     """
     count = saved = num_nodes = 0
     for event in ledger:
@@ -123,8 +123,8 @@ def starts_without_progress(ledger: Sequence[Event], job: str) -> int:
         if isinstance(event, JobStarted):
             num_nodes = len(event.nodes)
         elif event.reason is JobEndReason.NOT_STARTED:
-            num_left = len(node_names(event.node or ""))
-            count += num_left in (0, num_nodes)
+            num_excluded = len(node_names(event.node or ""))
+            count += num_excluded in (0, num_nodes)
         if (step := event.step or 0) > saved:
             count, saved = 0, step
     return count
@@ -134,7 +134,7 @@ def node_to_exclude(ledger: Sequence[Event], job: str, node_of: Callable[[int], 
     """Return the node to exclude: its ranks failed first in the last two attempts of this start,
     both without progress. One attempt is enough if the rank reported an unusable node.
 
-    `node_of` returns the node of a rank; it is valid since the last start or replacement.
+    `node_of` returns a rank's present node, so attempts before a replacement do not count.
     """
     attempts: list[AttemptEnded] = []
     for event in ledger:

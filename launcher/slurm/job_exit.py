@@ -1,4 +1,4 @@
-"""The end of a start of the surrounding Slurm job: its reason, its ledger entry, its requeue.
+"""How a start of the surrounding Slurm job ends: the reason, the ledger entry, the requeue.
 
 After a node failure or a preemption with requeue, Slurm itself requeues the job. After a time limit
 or a request to stop the supervisor has to.
@@ -40,8 +40,8 @@ from pretrain.rundir.ledger import in_order
 from pretrain.rundir.lock import Fence
 from pretrain.rundir.run_dir import RunDir
 
-# Slurm's line in the logs of the job and its steps when it ends them; without a reason after
-# `scancel`.
+# The line that Slurm writes into the logs of a job and its steps when it ends them. After `scancel`
+# it has no reason.
 _NOTICE = re.compile(r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO (.+?))? \*\*\*")
 _REASONS = {
     "NODE FAILURE": JobEndReason.NODE_FAILED,
@@ -51,13 +51,13 @@ _REASONS = {
 }
 # Ends that count as attempts without progress, because no attempt of the start recorded an end.
 _COUNTED = (JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)
-_EXCLUDING = (JobEndReason.NODE_EXCLUDED, JobEndReason.NOT_STARTED)  # their `node` is excluded
+_EXCLUDING = (JobEndReason.NODE_EXCLUDED, JobEndReason.NOT_STARTED)  # next starts avoid the `node`
 _RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING")
-# How long to wait for srun to name the failed node. The notice of the failure comes before that,
-# and Slurm kills this process a few seconds later.
+# How long to wait for srun to name the failed node. Slurm's notice of the failure comes first, and
+# a few seconds after the notice Slurm kills this process.
 NODE_NAME_SECONDS = 1.0
 _RECORD_AGAIN_SECONDS = 1.0  # before a second try to write the ledger
-_UNKNOWN_SECONDS = 600.0  # by then Slurm has killed a job that its controller does not know
+_UNKNOWN_SECONDS = 600.0  # in this time Slurm kills a job that its controller does not know
 _log = logging.getLogger(__name__)
 
 
@@ -66,8 +66,8 @@ class ThisJob:
     """The Slurm job, or task of an array, whose batch script is this process."""
 
     id: str  # 17, or 17_3
-    number: int  # for a task of an array another one than in `id`
-    restart: int
+    number: int  # SLURM_JOB_ID, which for a task of an array differs from `id`
+    restart: int  # how often Slurm has requeued the job
     nodes: tuple[str, ...]
 
     @classmethod
@@ -98,7 +98,7 @@ class JobEnding:
 def is_of_start(job: Mapping[str, str], restart: int, began: str = "") -> bool:
     """Return whether the fields of `scontrol show job` describe start number `restart` of the job.
 
-    `began` is the start's time, '' if unknown. If not, Slurm has requeued the job. Or its
+    `began` is the time of that start, '' if unknown. If False, Slurm has requeued the job, or its
     controller was killed and has lost the last seconds: then it does not know the job, or starts it
     once more under the same number.
     """
@@ -115,10 +115,10 @@ def is_allocated(job: Mapping[str, str], restart: int, began: str = "") -> bool:
 def job_ending(
     job: Mapping[str, str], restart: int, log: str, was_warned: bool = False, began: str = ""
 ) -> JobEnding:
-    """Return why start number `restart` of the job ends, after it was told to stop.
+    """Return why start number `restart` of the job ends, after a signal to stop.
 
     `job` has the fields of `scontrol show job`; `log` has what Slurm wrote into the job's log.
-    `was_warned`: Slurm has sent the signal that it sends ahead of the time limit.
+    `was_warned`: Slurm has sent the signal that announces the time limit.
     """
     if not is_of_start(job, restart, began):
         if int(job.get("Restarts", "0")) <= restart:
@@ -140,13 +140,13 @@ def job_ending(
 
 
 def _reason(job: Mapping[str, str], log: str, was_warned: bool) -> tuple[JobEndReason, bool]:
-    """Return why Slurm or a person ends the job, and whether it is being killed already."""
+    """Return why Slurm or a person ends the job, and whether Slurm is killing it already."""
     is_ending = job.get("JobState") not in _RUNNING
     # A job in the grace time of a preemption may be canceled as well: then the last notice has no
     # reason.
     was_canceled = is_ending and _NOTICE.findall(log)[-1:] == [""]
     if _is_preempted(job) and not was_canceled:
-        return JobEndReason.PREEMPTED, is_ending  # COMPLETING at once if there is no grace time
+        return JobEndReason.PREEMPTED, is_ending  # without a grace time Slurm kills it at once
     if job.get("Reason") == "TimeLimit":
         return JobEndReason.TIME_LIMIT, True
     if is_ending:
@@ -172,7 +172,7 @@ def excluded_nodes(ledger: Sequence[Event], job: str) -> list[str]:
 
 
 class JobExit:
-    """The end of this start of the job: recorded once, with a requeue if Slurm does not do it.
+    """Records the end of this start of the job, once, and requeues the job if Slurm does not.
 
     It also claims the run for the attempts, and asks Slurm's controller about the job. After
     `most_futile` starts in a row without progress the job is not requeued. If storage fails, the
@@ -221,10 +221,9 @@ class JobExit:
                 self._fence.check()
 
     def is_allocated(self) -> bool:
-        """Return whether the job has its nodes and keeps them.
+        """Return whether the job has its nodes and keeps them; False while Slurm preempts it.
 
-        Otherwise, also in the grace time of a preemption, no attempt can succeed: none is started,
-        and one that failed does not count.
+        If False, no attempt can succeed: callers start none, and do not count one that failed.
         """
         fields = self._fields()
         answer = is_allocated(fields, self._job.restart, self.began)
@@ -278,7 +277,7 @@ class JobExit:
         """Requeue the job after an error of the supervisor; return the exit status."""
         if self._is_written:
             return EXIT_STOPPED
-        with contextlib.suppress(Exception):  # to ask Slurm may be what failed
+        with contextlib.suppress(Exception):  # the error may have come from asking Slurm
             # If Slurm or a person has ended the job, a requeue would start it again.
             if not self.is_allocated():
                 self._end(self._ending())
@@ -291,8 +290,8 @@ class JobExit:
     def excludable(self, nodes: Sequence[str]) -> list[str]:
         """Return which of the nodes the job can exclude.
 
-        A node that was requested by name cannot be excluded, nor can more nodes than the partition
-        has besides the job's.
+        A node that was requested by name cannot be excluded. The nodes that remain in the partition
+        must be enough for the job.
         """
         fields = self._fields()
         partitions = self._slurm.answered(self._slurm.partitions)
@@ -355,7 +354,7 @@ class JobExit:
         _log.info("%s%s", event.description, advice if needs_resume else "")
         if event.reason is JobEndReason.FORGOTTEN:
             # Slurm kills this process when the node registers with the controller. If it exited
-            # before, the node would take the job's next start for a duplicate and be drained.
+            # earlier, the node would take the job's next start for a duplicate and be drained.
             self._clock.sleep(_UNKNOWN_SECONDS)
         return self._requeue(event) if event.requeued else event
 

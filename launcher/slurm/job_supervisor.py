@@ -82,9 +82,8 @@ class JobSupervisor:
         self._job, self._stop = ThisJob.from_environment(), StopSignals()
         most_attempts = policy.attempts_without_progress
         self._exit = JobExit(self._job, path, self._stop, most_attempts, site.slurm, site.clock)
-        # Of the latest attempt.
-        self._step: Step | None = None
-        self._ranks: SlurmRanks | None = None
+        self._step: Step | None = None  # of the latest attempt
+        self._ranks: SlurmRanks | None = None  # of the latest attempt
 
     def run(self) -> int:
         """Train as long as this start of the job lasts; return the exit status."""
@@ -102,7 +101,7 @@ class JobSupervisor:
                 return self._exit.end_after_error(error)
 
     def _train(self) -> int:
-        # By now another user's run may be in the directory, also where the run is a sweep's cell.
+        # Since the submission another user may have put a run into the directory.
         refuse_foreign_run(self._path)
         # Until the run's own setting can be read, wait for storage as long as the default says.
         usual = self._retry(CheckpointConfig().storage_patience_seconds)
@@ -131,8 +130,8 @@ class JobSupervisor:
     def _await_former_ranks(self, run_dir: RunDir) -> None:
         """Wait for the ranks of a supervisor that was killed in this same start of the job.
 
-        When the supervisor dies, a helper asks its ranks to save and stop (`SlurmRanks`). They get
-        `signal_seconds` for it, as before the job's time limit; then they are killed.
+        When a supervisor dies, its srun gets a signal and asks the ranks to save and stop
+        (`SlurmRanks`). After `signal_seconds`, as before the job's time limit, they are killed.
         """
         lost = open_start(run_dir.ledger.read(), self._job.id)
         if lost is None or lost.restart != self._job.restart:
@@ -146,15 +145,15 @@ class JobSupervisor:
                 _log.warning("ranks of a killed supervisor still run after %d s: killing", seconds)
                 for step in steps:
                     slurm.cancel(step)
-                return  # the next attempt's step waits until they have freed the nodes
+                return  # Slurm ends them within KillWait; the next claim stops their writes
             clock.sleep(_POLL_SECONDS)
 
     def _make_attempts(self, run_dir: RunDir) -> int:
         """Make attempts in this start of the job; return the exit status."""
         job, site = self._job, self._site
         count = attempts_without_progress(run_dir.ledger.read(), job.id)
-        # The policy ends a run after this many attempts. It has not seen those that were lost
-        # together with their supervisors, so they are counted here.
+        # The policy ends a run after this many attempts. It has not seen the attempts that were
+        # lost together with their supervisors, so they are counted here.
         if count >= self._policy.attempts_without_progress:
             raise ConfigError(
                 f"{count} attempts in a row brought no checkpoint beyond step "

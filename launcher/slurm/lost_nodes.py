@@ -41,11 +41,12 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 10.0
-_OLD_STEPS = 24  # more than a start has: a probe, the ranks and perhaps a guard for each attempt
-_EMPTY_STEPS_SECONDS = 60.0  # that all empty steps together may take
+# Empty steps to run. A start has fewer: for each attempt a probe, the ranks and perhaps a guard.
+_OLD_STEPS = 24
+_EMPTY_STEPS_SECONDS = 60.0  # the limit for all of them together
 _NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
-_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # between two probes
-_LONGEST_WAIT_UNTRAINED = 300.0  # shorter, as nodes of a new run may share no disk at all
+_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # seconds between two probes
+_LONGEST_WAIT_UNTRAINED = 300.0  # seconds, for a new run: its nodes may share no disk at all
 _REASONS = {BLIND: ReplacedBecause.RUN_DIRECTORY_UNSEEN, SILENT: ReplacedBecause.NOT_RESPONDING}
 _log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class NodePool:
     ) -> None:
         self._job, self._run_dir, self._excludable = job, run_dir, excludable
         self._slurm = slurm
-        self._outlives_nodes = num_spare > 0  # without spare ones Slurm ends the job with any node
+        self._outlives_nodes = num_spare > 0  # a job without spare nodes ends if it loses a node
         snapshot = Snapshot(run_dir.path)
         self._cluster = load_cluster(snapshot.cluster)
         config = load_config(RunConfig, snapshot.experiment)
@@ -99,7 +100,7 @@ class NodePool:
         """Wait until all nodes can run ranks; return the step of the next attempt.
 
         Calls `meanwhile` often. Raises StartAgain if a node is not ready for as long as the run
-        waits for storage, and ConfigError if nodes of another job would not be ready, either.
+        waits for storage, and ConfigError if other nodes would not be ready, either.
         """
         if self._outlives_nodes:
             self._replace_failed()
@@ -167,7 +168,7 @@ class NodePool:
         """Replace nodes that Slurm has taken from the job or out of service."""
         fields = self._slurm.answered(self._slurm.details, self._job.id)
         left = node_names(fields.get("NodeList", "")) or self._job.nodes
-        # Spare nodes first, so that no lost one becomes a replacement.
+        # Spare nodes first, so that no lost spare node becomes a replacement.
         for node in [*self.nodes.spare, *self.nodes.training]:
             if node not in left:
                 self._replace(node, ReplacedBecause.NODE_FAILED)
@@ -204,7 +205,7 @@ def first_nodes(
     count = usable_nodes(config, ranks_per_node, most)
     if not count:
         for phase in runs_of_phases(config):
-            accumulation_steps(phase, most * ranks_per_node)  # raises: names what does not divide
+            accumulation_steps(phase, most * ranks_per_node)  # its error names what does not divide
     if count < most:
         _log.warning(
             "using %d of %d nodes so that data.lanes=%d divides", count, most, config.data.lanes
@@ -218,8 +219,8 @@ def is_taken_out(state: str) -> bool:
 
 
 def replaced_nodes(ledger: Sequence[Event], job: ThisJob) -> list[str]:
-    """Return the nodes that spare ones replaced in this start of the job, in order, also under a
-    supervisor of the start that was killed."""
+    """Return the nodes that spare ones replaced in this start of the job, in order; they are in the
+    ledger even if the supervisor that replaced them was killed."""
     nodes: list[str] = []
     restart = None
     for event in ledger:
@@ -246,8 +247,8 @@ class FirstNodeGuard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Without a signal to its step, which has a number: if this node was cut off, the job has
-        # restarted elsewhere, and a step there may have the same number.
+        # Send no signal to the step, which Slurm finds by its number: if this node was cut off, the
+        # job has restarted elsewhere, and a step there may have the same number.
         if self._srun is not None and self._srun.poll() is None:
             kill_silently(self._srun.pid)
             self._srun.wait()
@@ -271,7 +272,7 @@ class FirstNodeGuard:
 def use_up_old_numbers(
     ledger: Sequence[Event], job: ThisJob, meanwhile: Callable[[], None]
 ) -> None:
-    """Run empty steps first if an earlier start of the job has lost a node.
+    """Run empty steps if an earlier start of the job has lost a node, to use up its step numbers.
 
     A requeued job numbers its steps from 0 again. Up to a minute after a lost node is back, Slurm
     may deliver a signal for an old step, which would end the new step of the same number. srun has
@@ -279,7 +280,7 @@ def use_up_old_numbers(
     """
     if not any(_loses_a_node(event) for event in ledger if getattr(event, "job", "") == job.id):
         return
-    _log.info("a node was lost: empty steps, so that no old step's number is used again")
+    _log.info("the job lost a node: running empty steps, so that no rank reuses an old step number")
     srun, no = task_command(job.nodes[0], "true", flags=["--quiet"]), subprocess.DEVNULL
     steps = [subprocess.Popen(srun, stdin=no, stdout=no, stderr=no) for _ in range(_OLD_STEPS)]
     deadline = time.monotonic() + _EMPTY_STEPS_SECONDS

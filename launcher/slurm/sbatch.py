@@ -1,4 +1,4 @@
-"""The batch script of a run or a sweep, its snapshot of code and settings, and checks before that.
+"""The batch script of a run or a sweep, the snapshot that it runs, and checks before both.
 
 Later edits of code or settings do not change a job that waits, because it runs the snapshot. The
 script can be submitted by hand with `sbatch`.
@@ -48,7 +48,7 @@ from pretrain.rundir.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
-_LONGEST_VALUE = 4000  # sbatch copies a value into 8 KiB without looking at its length
+_LONGEST_VALUE = 4000  # characters; sbatch copies a value into 8 KiB and checks no length
 _SOURCE = Path(__file__).resolve().parents[2]
 _PACKAGES = ("foundation", "data_pipeline", "launcher", "pretrain")
 
@@ -70,8 +70,8 @@ def quote(value: object) -> str:
     """Return the text that bash and `#SBATCH` lines read as this value.
 
     All values in a script have to go through this function. It uses double quotes and backslashes:
-    in single quotes, as of shlex.quote, `#SBATCH` lines lose backslashes. Raises ConfigError for
-    control characters, since a line break would start another line of the script.
+    shlex.quote uses single quotes, in which `#SBATCH` lines lose backslashes. Raises ConfigError
+    for control characters, since a line break would start another line of the script.
     """
     text = str(value)
     if any("\ud800" <= character <= "\udfff" for character in text):
@@ -122,7 +122,7 @@ def render(job: Job) -> str:
 
 
 def is_script_of(script: str, run_dir: Path) -> bool:
-    """Return whether `render` made the script for this directory: a run may have been moved."""
+    """Return whether `render` made the script for this directory; False if the run was moved."""
     output = quote(_log_pattern(run_dir, "slurm-%j.log"))
     return f"#SBATCH --output={output}" in script.splitlines()
 
@@ -155,7 +155,7 @@ def render_array(
 
 
 def _log_pattern(run_dir: Path, name: str) -> str:
-    """Return the pattern of a log's path. In its directory % is escaped; `name` may use %j."""
+    """Return the pattern of a log's path: `name` may use %j, in the directory % is escaped."""
     if "\\" in str(run_dir):
         raise ConfigError(
             f"found a backslash in {run_dir}, which Slurm does not keep in a log's path; "
@@ -215,8 +215,8 @@ def _script(
 def _resources_of_a_node(job: Job) -> dict[str, object]:
     """Return the options for tasks and CPUs of a node; for a range of nodes only CPUs.
 
-    A requeued job keeps the number of tasks of its first start. With that, it could not start on
-    fewer or more nodes than then.
+    A requeued job keeps the total number of tasks of its first start, so with that option it could
+    not start on another number of nodes.
     """
     ranks, cpus = job.cluster.tasks_per_node, job.cluster.cores_per_rank
     if job.nodes.least == job.nodes.most:
@@ -249,10 +249,8 @@ class Snapshot:
         make_startable(self.code)
         # Compile now, so that jobs write no bytecode: on a full disk Python would keep half a file.
         compileall.compile_dir(self.code, quiet=2)
-        for path in (
-            self.code,
-            *self.code.rglob("*"),
-        ):  # a group may be allowed to write the source
+        # A group may be allowed to write the source, but nobody else may write the snapshot.
+        for path in (self.code, *self.code.rglob("*")):
             path.chmod(path.stat().st_mode & 0o700)
         sync_tree(self.code)
         for name, command in {
@@ -300,7 +298,8 @@ def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
 
 
 def own_work_dirs(path: Path, ledger: Sequence[Event]) -> list[str]:
-    """Return where jobs of this run work, also those that were submitted by hand (no ledger)."""
+    """Return the working directories of this run's jobs: the snapshot's, also for jobs that were
+    submitted by hand and are in no ledger, and what the ledger names."""
     return [str(Snapshot(path.resolve()).code), *work_dirs(ledger)]
 
 
@@ -309,7 +308,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _git(*command: str) -> str:
-    """Return git's output for the source; '' if that is installed and no git work tree."""
+    """Return git's output about the source; '' without git, or if the source is no work tree."""
     try:
         result = subprocess.run(
             ["git", "-C", str(_SOURCE), *command], capture_output=True, text=True
@@ -329,8 +328,8 @@ def check_run(
 ) -> list[str]:
     """Return warnings, a line each; raise ConfigError if the run cannot work on this cluster.
 
-    `config` has its vocabulary size. In a dry run a full disk is only a warning, because this host
-    may have other disks than the cluster.
+    `config` must have its vocabulary size. In a dry run a full disk is only a warning, because this
+    host may have other disks than the cluster.
     """
     ranks = nodes.least * cluster.tasks_per_node
     accumulation_steps(config, ranks)
@@ -391,7 +390,8 @@ def check_references(cluster: ClusterConfig) -> None:
 
 
 def cluster_here(path: Path) -> ClusterConfig:
-    """Return the cluster of a file, with cores for ranks of GPUs, as Slurm says of its nodes."""
+    """Return the cluster of a file. If it has GPUs and no `cpus_per_rank`, ask Slurm for the cores
+    per GPU of its nodes."""
     cluster, partitions = load_cluster(path), []
     if cluster.cpus_per_rank or not cluster.num_gpus:
         return cluster
@@ -399,14 +399,14 @@ def cluster_here(path: Path) -> ClusterConfig:
         partitions = Slurm().partitions()
     cores = [partition.cores_per_gpu for partition in _chosen(cluster, partitions)]
     if not any(cores):
-        _log.warning("cpus_per_rank: Slurm does not say what nodes have; 1, unless %s does", path)
+        _log.warning("cpus_per_rank=1: Slurm does not say what nodes have; set it in %s", path)
     return replace(cluster, cpus_per_rank=min(filter(None, cores), default=0))
 
 
 def _chosen(cluster: ClusterConfig, partitions: Sequence[Partition]) -> list[Partition]:
     """Return the partitions that the cluster's file names, or the default one.
 
-    Empty without a default in sinfo: sbatch may have one that sinfo does not show.
+    Empty if sinfo shows no default: sbatch may still have one.
     """
     wanted = cluster.partition.split(",")
     return [p for p in partitions if p.name in wanted or (p.is_default and not cluster.partition)]
@@ -458,7 +458,7 @@ def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None
 def missing_notes(config: RunConfig) -> list[str]:
     """Return a warning for every local path that the run reads and this host lacks.
 
-    It is no error: nodes may have other disks, or another job may build the corpus before.
+    This is no error: nodes may have other disks, or an earlier job may build the corpus.
     """
     train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
     data, corpus = config.data, "finished corpus"

@@ -36,19 +36,19 @@ _END_SECONDS = 60.0
 _LONGEST_STATUS = 32  # characters in a rank's status file
 _PROBE_SECONDS = 60.0
 _NUM_ERRORS = 5
-_LOST = -signal.SIGKILL  # a rank without a status file was killed together with its task
+_LOST = -signal.SIGKILL  # the status of a rank without a file: it was killed with its task
 _FIRST_NAMED = re.compile(r"^srun: error: \S+: tasks? (\d+)", re.MULTILINE)
-# srun's first line if it was told to end the step (group 1), or if a task has ended.
+# What srun writes when a signal or scancel ends the step (group 1), or when a task has ended.
 _FIRST_END = re.compile(
     r"^srun: (?:(forcing job termination|Job step aborted)|error: \S+: tasks? )", re.MULTILINE
 )
 _FAILED_NODE = re.compile(r"(?:Node failure on|Task launch for \S+ failed on node) ([^\s:]+)")
-# How long srun may still run after the end of all ranks, and after a rank's failure, when it kills
-# the others, which takes Slurm's KillWait (30 s).
+# How long srun may still run after the last rank's end if all have ended, or if one has failed.
+# After a failure srun kills the other ranks, which takes Slurm's KillWait (30 s).
 _SECONDS_AFTER_ALL = 30.0
 _SECONDS_AFTER_FAILURE = 300.0
 _LISTING_SECONDS = 2.0  # between two listings of the ranks' status files
-# The probe on a node: prints how far it comes, with our marks around it.
+# The probe on a node: prints each step that works, between our marks.
 _PROBE_SCRIPT = """say() { echo "xl|$SLURMD_NODENAME|$1|lx"; }
 say begun; test -d "$0" || exit 1
 say sees; "$@"
@@ -149,13 +149,13 @@ def in_container(
 
 
 class SlurmRanks:
-    """The ranks of one attempt, already started. They write to the run under the fence `token`."""
+    """The ranks of one attempt, already started. They may write while `token` holds the run."""
 
     def __init__(self, step: Step, run_dir: RunDir, attempt: int, token: str) -> None:
         self._step = step
         self.first_failure: int | None = None
         self.was_stopped = False
-        self._was_ended_here = False  # by this supervisor
+        self._was_ended_here = False  # whether this supervisor ended srun
         self.needs_new_start = False  # this start of the job can launch no step any more
         files = AttemptFiles(run_dir.logs, attempt)
         files.create_meeting()
@@ -194,8 +194,8 @@ class SlurmRanks:
                 meanwhile()
             except UserError:
                 # For example StaleAttempt: this node was cut off, and Slurm has restarted the job
-                # elsewhere. An srun that ends here would signal its step by number, and steps of
-                # the new start have the same numbers.
+                # elsewhere. If srun ended normally here, it would signal its step by number, and
+                # steps of the new start have the same numbers.
                 kill_silently(self._srun.pid)
                 raise
             if ends.are_overdue():
@@ -221,7 +221,7 @@ class SlurmRanks:
         return ends.statuses()
 
     def _srun_output(self) -> str:
-        """Return what srun has written; '' if the logs were removed, as no decision needs them."""
+        """Return what srun has written; '' if it cannot be read: then ranks' statuses decide."""
         with contextlib.suppress(OSError):
             return end_of(self._log, LARGEST_LINE_BYTES)
         return ""
@@ -262,7 +262,8 @@ class RankEnds:
         self._changed = self._listed = time.monotonic()
 
     def are_overdue(self) -> bool:
-        """Return whether srun has lost a task, as by a killed slurmstepd. To be called often."""
+        """Return whether srun runs too long after its ranks' ends: it has lost a task, as when a
+        slurmstepd was killed. To be called often."""
         now, known = time.monotonic(), len(self.by_rank)
         if now - self._listed < _LISTING_SECONDS:
             return False
@@ -285,8 +286,8 @@ class RankEnds:
         self._read(self._missing)
 
     def statuses(self) -> list[int]:
-        """Return exit statuses in rank order. A rank without status and log never started; if even
-        srun's log is gone, logs were removed and prove nothing."""
+        """Return exit statuses in rank order. A rank without status file and log never started,
+        unless srun's log is missing too: then somebody removed the logs."""
         missing = self._missing
         has_log = [True] * len(missing)
         with contextlib.suppress(OSError):
@@ -325,8 +326,8 @@ def first_failure(ends: Mapping[int, RankEnd], num_ranks: int, srun_log: str) ->
 
     That is the first rank that reports what the user has to change (a store may deny access to one
     rank alone), else the first that a signal killed, else the first to fail. Ranks that SIGTERM
-    ended do not count: srun ends the others with it. Without statuses, as no task could start, it
-    is the first rank that srun names.
+    ended do not count: srun ends the others with it. If no rank reports a failure, as when no task
+    could start, it is the first rank that srun names.
     """
     failed = [
         rank for rank, end in ends.items() if end.is_failure and end.status != -signal.SIGTERM
@@ -350,12 +351,12 @@ def ended_from_outside(log: str) -> bool:
 
 
 def failed_nodes(log: str) -> list[str]:
-    """Return the nodes that Slurm or srun names as failed in this log, in its order."""
+    """Return the nodes that Slurm or srun names as failed in this log, in the log's order."""
     return _FAILED_NODE.findall(log)
 
 
 def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
-    """Return how long srun may still run after the last of these ends."""
+    """Return how many seconds srun may still run after the last of these ends."""
     if len(ends) == num_ranks:
         return _SECONDS_AFTER_ALL
     is_failing = any(end.is_failure for end in ends.values())
@@ -363,7 +364,7 @@ def seconds_left_to_srun(ends: Mapping[int, RankEnd], num_ranks: int) -> float:
 
 
 def kill_silently(srun: int) -> None:
-    """Kill srun without ending its step: first its helper, which would end it by its number."""
+    """Kill srun without ending its step; first its helper, which would end the step by number."""
     with open(f"/proc/{srun}/task/{srun}/children") as helpers:
         pids = [*map(int, helpers.read(SMALL_FILE_BYTES).split()), srun]
     for pid in pids:
@@ -385,7 +386,7 @@ def probe_nodes(step: Step, run_dir: Path, meanwhile: Callable[[], None]) -> Pro
 
     `meanwhile` is called often; what it raises ends the probe.
     """
-    # In the run directory. On a node without its file system that is an empty mount point.
+    # The code is in the run directory. A node without that file system has an empty mount point.
     code = code_that_runs()
     program = copied_arguments(code, "launcher.slurm.task", STARTS)
     flags, line = in_container(step.cluster, program, [run_dir], Path.cwd())

@@ -1,4 +1,4 @@
-"""How the job of a run gets into Slurm's queue: once, also if an answer of Slurm is lost."""
+"""Submits the job of a run to Slurm, only once even if an answer of Slurm is lost."""
 
 from collections.abc import Sequence
 
@@ -54,8 +54,8 @@ def _submitted(slurm: Slurm, run_dir: RunDir, name: str, from_step: int | None) 
 
 
 def refuse_live_job(slurm: Slurm, run_dir: RunDir) -> None:
-    """Raise ConfigError while a job, which may just be ending, has the run: one that works in its
-    code, or the last one submitted, which the site may have moved to another directory."""
+    """Raise ConfigError while a live job has the run, even if it is ending. That job works in the
+    run's code, or is the last one submitted, which the site may run in another directory."""
     ledger = run_dir.ledger.read()
     last, own = last_event(ledger, Submitted), own_work_dirs(run_dir.path, ledger)
     live = slurm.live_jobs(own[0])
@@ -71,7 +71,7 @@ def refuse_live_job(slurm: Slurm, run_dir: RunDir) -> None:
 def submit_again(
     run_dir: RunDir, before: Submitted | None, from_step: int | None, overrides: Sequence[str] = ()
 ) -> Submitted:
-    """Submit the script again, with code and settings of the first time but for the overrides."""
+    """Submit the run's script again, with its first code and settings except for `overrides`."""
     if before is None:
         raise ConfigError(f"{run_dir.path} was never submitted; use 'launcher submit'")
     snapshot = Snapshot(run_dir.path)

@@ -1,8 +1,6 @@
-"""What each srun task runs: the trainer with its rank variables; then it writes the exit status
-into a file.
+"""The program of an srun task: runs a rank's trainer, then writes its exit status into a file.
 
-srun mixes up the statuses of ranks that it kills because of another one's failure; the files do
-not.
+srun mixes up the statuses of ranks that it kills after another one failed; the files do not.
 """
 
 import contextlib
@@ -22,15 +20,15 @@ from pretrain.rundir.exit_statuses import EXIT_STOPPED, describe_exit
 from pretrain.rundir.watchdog import under_watchdog
 
 GRACE_SECONDS = 2.0
-PATIENCE_SECONDS = 1800.0  # with a run directory that cannot be written
+PATIENCE_SECONDS = 1800.0  # how long to try to write the status
 STOPPING_SECONDS = 10.0  # the same after a request to stop: then nothing depends on the status
 
 
 def main() -> int:
-    """Run a rank: `python CODE launcher.slurm.task LOG COMMAND...`, with `{rank}` in LOG and the
-    status file next to it; or with `starts` alone answer a probe of the node."""
+    """Run a rank: `python CODE launcher.slurm.task LOG COMMAND...`. LOG contains `{rank}`; the
+    status file is next to it. With `starts` as the only argument, answer a probe of the node."""
     log, *command = sys.argv[1:]
-    if log == "starts":  # a probe, which has come as far as a rank would
+    if log == "starts":  # a probe: a rank's program would start, too
         print(f"xl|{os.environ['SLURMD_NODENAME']}|{log}|lx")
         return 0
     rank = os.environ["SLURM_PROCID"]
@@ -47,7 +45,7 @@ def main() -> int:
     stops: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, _: stops.append(number))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for what it starts, too
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the trainer inherits this
     with open(log, "ab", opener=own_file) as file:
         trainer = subprocess.Popen(
             under_watchdog([sys.executable, *command]),
@@ -58,13 +56,14 @@ def main() -> int:
         # People ask for a save by `scancel --signal=USR1`, which the trainer leaves to NCCL.
         signal.signal(signal.SIGUSR1, lambda *_: trainer.send_signal(signal.SIGUSR2))
         status = trainer.wait()
-    # Whole or absent, and waiting for a full disk: the supervisor decides by it.
+    # The supervisor decides by this file, so it is written whole, with retries on a full disk.
     seconds = STOPPING_SECONDS if stops else PATIENCE_SECONDS
     retry = StorageRetry(seconds, stop_requests=lambda: len(stops))
     try:
         with_retries(retry, lambda: write_status(log, status))
     except StorageError as error:
-        print(f"error: rank {rank} {describe_exit(status)}, not written: {error}", file=sys.stderr)
+        end = f"rank {rank} {describe_exit(status)}"
+        print(f"error: {end}; its status file was not written: {error}", file=sys.stderr)
     if status not in (0, EXIT_STOPPED):
         # When this task fails, srun kills the others. Until then they can log the error they see.
         time.sleep(GRACE_SECONDS)
@@ -73,7 +72,7 @@ def main() -> int:
 
 def write_status(log: Path, status: int) -> None:
     """Write a rank's exit status next to its log, also if the logs were removed."""
-    for folder in (log.parent.parent, log.parent):  # but not a run that is not there
+    for folder in (log.parent.parent, log.parent):  # the run directory itself must exist
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
     write_text(log.with_suffix(".status"), str(status))

@@ -225,7 +225,7 @@ MAY_BE_LOST = {
     "data_pipeline/corpora/shard_cache.py:_reserve": "room for a download",
     "launcher/commands/preflight.py:run": "a check",
     "launcher/commands/preflight.py:_step": "a check",
-    "launcher/commands/preflight.py:_led": "a check",
+    "launcher/commands/preflight.py:_lead": "a check",
     "pretrain/checkpoint/mirror.py:publish": "copies for an upload",
     "pretrain/checkpoint/retention.py:discard_partial": "a save that was given up",
     "pretrain/checkpoint/retention.py:_removed": "nothing: a lock",
