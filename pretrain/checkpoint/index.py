@@ -22,12 +22,7 @@ from foundation.errors import STORAGE_FAILS
 from foundation.files import LARGEST_LIST_BYTES, SMALL_FILE_BYTES, Content, read_regular
 from foundation.locks import NoFileLocksError, open_shared
 from foundation.typed_values import Count, Finite, Line, Positive, Sha256, from_tree, parse_json
-from pretrain.checkpoint.directory import (
-    INDEX,
-    MARKER,
-    STEP_NAME,
-    rank_file,
-)
+from pretrain.checkpoint.directory import INDEX, MARKER, STEP_NAME, rank_file
 from pretrain.checkpoint.pieces import Pieces, parsed_pieces
 from pretrain.errors import CheckpointError, OtherVersionError, UnreadableError
 

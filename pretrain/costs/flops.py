@@ -16,13 +16,7 @@ from typing import NamedTuple
 
 from foundation.errors import ConfigError
 from pretrain.config.mixer import SegmentSize, mixer_facts
-from pretrain.config.model import (
-    FEED_FORWARDS,
-    POSITIONS,
-    T5_BUCKETS,
-    ModelConfig,
-    OptimizerName,
-)
+from pretrain.config.model import FEED_FORWARDS, POSITIONS, T5_BUCKETS, ModelConfig, OptimizerName
 from pretrain.config.phases import spans_of_phases
 from pretrain.config.run import OptimConfig, RunConfig, accumulation_steps, lanes_of_rank
 from pretrain.terminal.text import counted, si

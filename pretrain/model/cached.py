@@ -231,11 +231,7 @@ class CachedStream:
     """A stream whose layers remember what they computed of a segment, and positions once."""
 
     def __init__(
-        self,
-        module: TransformerXL,
-        memory_length: int,
-        longest_segment: int,
-        num_tokens: int = 0,
+        self, module: TransformerXL, memory_length: int, longest_segment: int, num_tokens: int = 0
     ) -> None:
         assert not module.config.compressed_length, (
             "compressed rows are computed from hidden states"

@@ -15,12 +15,7 @@ from pretrain.costs.flops import pass_lanes
 from pretrain.costs.hardware import GIB, Hardware
 from pretrain.costs.run_time import run_time
 from pretrain.scaling.plan import PlannedRun
-from pretrain.scaling.recipe import (
-    Rule,
-    power_of_two,
-    wanted_lanes,
-    with_budget,
-)
+from pretrain.scaling.recipe import Rule, power_of_two, wanted_lanes, with_budget
 from pretrain.terminal.text import counted
 
 MICRO_BATCHES = 8  # a rank's lanes are 8 to 16 times a power of two, or fewer than 16

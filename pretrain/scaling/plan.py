@@ -24,13 +24,7 @@ from foundation.typed_values import json_text, to_tree
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import RunCost, computed_step_flops, run_cost
-from pretrain.scaling.recipe import (
-    FAR_SIZE,
-    Family,
-    at_flops,
-    refuse_unsuited,
-    with_steps,
-)
+from pretrain.scaling.recipe import FAR_SIZE, Family, at_flops, refuse_unsuited, with_steps
 from pretrain.sweeps.sweep_file import FORMAT, Cell, Kind, Sweep
 
 MOST_SIZES = 1000  # of a budget

@@ -16,10 +16,7 @@ import numpy as np
 
 from foundation.files import make_directory, write_json
 from foundation.typed_values import to_tree, with_nulls
-from pretrain.reporting.charts import (
-    chart_html,
-    save_figure,
-)
+from pretrain.reporting.charts import chart_html, save_figure
 from pretrain.reporting.html import (
     Card,
     folded,

@@ -14,13 +14,7 @@ from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.index import Checkpoint
 from pretrain.checkpoint.load import FragmentReader, load_memory
 from pretrain.rundir.compare_runs import STATE_TOLERANCE, differing_progress, differing_values
-from tests.helpers.engine_cells import (
-    engine_settings,
-    findings_of,
-    read_result,
-    saved,
-    train_cells,
-)
+from tests.helpers.engine_cells import engine_settings, findings_of, read_result, saved, train_cells
 
 LANES = range(8)
 # (ranks, ZeRO stage, last step)

@@ -289,11 +289,7 @@ class Backward:
         self.key_gradients = [inputs.key_BCGH.new_empty(shape, dtype=dtype) for _ in range(2)]
 
     def launch_keys(
-        self,
-        chunk: Chunk,
-        output_gradient_BLNH: Tensor,
-        log_sums_BNL: Tensor,
-        deltas_BNL: Tensor,
+        self, chunk: Chunk, output_gradient_BLNH: Tensor, log_sums_BNL: Tensor, deltas_BNL: Tensor
     ) -> None:
         tile = self.call.options.tiles.key_gradient
         query_ends_BC = self.call.options.query_ends_BC

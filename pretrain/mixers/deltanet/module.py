@@ -61,11 +61,7 @@ class GatedDeltaNet(nn.Module):
         self.output_norm = RMSNorm(self._value_width)
 
     def forward(
-        self,
-        segment_BLD: Tensor,
-        state_BNHX: Tensor,
-        tail_BXY: Tensor,
-        documents_BL: Tensor | None,
+        self, segment_BLD: Tensor, state_BNHX: Tensor, tail_BXY: Tensor, documents_BL: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output [B, L, D], and state and tail after the segment.
 

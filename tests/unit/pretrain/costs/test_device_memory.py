@@ -151,10 +151,7 @@ MODEL = ModelConfig(vocab_size=64)
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "offload_optimizer.ratio"),
         ({"zero_optimization": {"offload_optimizer": {"super_offload": True}}}, "super_offload"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
-        (
-            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
-            "device: .*nvme",
-        ),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "device: .*nvme"),
         ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
         ({"zero_optimization": {"zenflow": {}}}, "zenflow"),

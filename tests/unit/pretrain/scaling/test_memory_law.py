@@ -11,12 +11,7 @@ import pytest
 from foundation.errors import DataError
 from pretrain.commands import scale
 from pretrain.scaling.collect import Row, write_rows
-from pretrain.scaling.memory_law import (
-    best_memory,
-    fit_memory_law,
-    flops_per_token,
-    trained_runs,
-)
+from pretrain.scaling.memory_law import best_memory, fit_memory_law, flops_per_token, trained_runs
 
 SEGMENT = 64
 MEMORIES = (0, 64, 128, 256, 512)
