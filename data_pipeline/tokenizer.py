@@ -43,7 +43,7 @@ MODEL_NAME = "tokenizer.model"
 class TokenizerTraits:
     """What a kind of tokenizer needs and allows."""
 
-    has_model: bool = True  # a file; without one, the options say everything
+    has_model: bool = True  # a file defines it; otherwise its options do
     is_made: bool = False  # a build makes it from its text, unless one is given
     counts_all: bool = False  # it is made from all of that text, not from a sample
     is_list: bool = False  # any file given for it is a list of words, one a line
@@ -55,7 +55,7 @@ TRAITS: dict[TokenizerKind, TokenizerTraits] = {
     "bpe": TokenizerTraits(is_made=True),
     "characters": TokenizerTraits(is_made=True, counts_all=True),
     "words": TokenizerTraits(is_made=True, counts_all=True, is_list=True),
-    "sentencepiece": TokenizerTraits(joins=False),  # they may drop a space at the start
+    "sentencepiece": TokenizerTraits(joins=False),  # decoding may drop a space at the start
     "huggingface": TokenizerTraits(joins=False),
     "tiktoken": TokenizerTraits(),
     "bytes": TokenizerTraits(has_model=False),
@@ -65,7 +65,7 @@ TRAITS: dict[TokenizerKind, TokenizerTraits] = {
 
 @dataclass(frozen=True)
 class Description:
-    """What is stored of a tokenizer next to its model."""
+    """A tokenizer's description, stored next to its model."""
 
     kind: TokenizerKind
     fingerprint: Sha256
@@ -90,7 +90,7 @@ class _Unknown:
     end_id: Count
 
 
-@functools.lru_cache(maxsize=1)  # the start of a library takes half a second
+@functools.lru_cache(maxsize=1)  # to start a library takes half a second
 def _vocabulary_of(kind: TokenizerKind, model: bytes, options_json: str) -> Vocabulary:
     """Return the vocabulary; InvalidVocabulary or InvalidValue if model or options are wrong."""
     options = json.loads(options_json)
@@ -180,14 +180,14 @@ class Tokenizer:
         return ids.astype(self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of some ids, without those outside the vocabulary.
+        """Return the text of some ids.
 
-        Also without ends of documents, unless they stand for text.
+        Ids outside the vocabulary are skipped, and ends of documents unless they stand for text.
         """
-        known = (int(token) for token in ids)
-        left_out = -1 if self.end_text else self.end_id
+        tokens = (int(token) for token in ids)
+        skipped = -1 if self.end_text else self.end_id
         return self.vocabulary.decode(
-            [token for token in known if token != left_out and 0 <= token < self.vocab_size]
+            [token for token in tokens if token != skipped and 0 <= token < self.vocab_size]
         )
 
     def normalized(self, text: str) -> str:
@@ -266,7 +266,7 @@ def fingerprint_of(kind: str, model: bytes, options: Mapping[str, Any] | None = 
 def read_saved(path: Path) -> tuple[TokenizerKind, bytes, dict[str, Any]]:
     """Return kind, model and options of what `save` wrote.
 
-    DataError unless they match the description.
+    DataError unless the fingerprint of the three is the description's.
     """
     try:
         description = read_value(Description, path / DESCRIPTION_NAME, is_open=True)

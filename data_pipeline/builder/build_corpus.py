@@ -52,7 +52,8 @@ from foundation.files import fsync_file, lines_of, move, named_errors
 from foundation.progress import Note, Report
 from foundation.typed_values import json_text, to_tree
 
-BATCH_CHARACTERS = 1 << 22  # encoded together: enough for all threads, small enough to hold
+# Characters, or tokens, that are encoded together: enough for all threads, few in host memory.
+BATCH_CHARACTERS = 1 << 22
 # Settings that do not change the corpus.
 NOT_IN_RECIPE = ("input", "validation_input", "output", "threads", "max_rejects")
 
@@ -62,7 +63,7 @@ class BuildResult:
     """What is on disk after a build."""
 
     manifests: dict[str, Manifest]  # by split
-    rejects: int
+    rejects: int  # unusable records
     was_finished: bool = False  # before this call
 
 
@@ -111,10 +112,9 @@ def build_sources(
     report: Report = lambda what: None,
     is_part: bool = False,
 ) -> BuildResult:
-    """Like `build_corpus`, for these files. Splits of a part may be empty.
+    """Build a corpus of these files as `build_corpus` does, or a part, whose splits may be empty.
 
-    With `shuffle_seed`, only parts can be built, and their training split is sorted runs, see
-    sorted_runs.py.
+    With `shuffle_seed`, only parts can be built, and their splits are sorted runs (sorted_runs.py).
     """
     assert is_part or not config.shuffles
     recipe = recipe_of(config, sources)
@@ -201,7 +201,7 @@ def _write_splits(
     if rejects.count:
         fsync_file(rejects_path)
         move(rejects_path, config.output / REJECTS_NAME)
-    for split in reversed(splits):  # train last: with its manifest, everything is there
+    for split in reversed(splits):  # train last: its manifest shows that all is written
         writers[split].finish(config.is_stream)
 
 
@@ -212,13 +212,13 @@ def _jobs(
     see: Callable[[Document], None],
     progress: Progress,
 ) -> Iterator[_Job]:
-    """Yield every usable document with its split, in the order of the input; `see` gets each."""
+    """Yield every usable document with its split, in the order of the input; call `see` with it."""
     for split, source in sources:
         for document in read_documents(source, config, progress.follow):
             if isinstance(document, Reject):
                 rejects.add(document)
                 continue
-            # By the id of the uncut document, so that its parts are in the same split.
+            # The uncut document's id decides, so that its parts are in the same split.
             target = split or ("validation" if is_validation(document.id, config) else "train")
             for part in parts_of(document, config.split_characters):
                 see(part)
@@ -230,7 +230,7 @@ def _jobs(
 def _encoded(
     jobs: Iterable[_Job], tokenizer: Tokenizer, threads: int
 ) -> Iterator[tuple[_Job, np.ndarray | Reject]]:
-    """Yield each job with its token ids, or a reject where the tokenizer has none for its text.
+    """Yield each job with its token ids, or with a reject if its text cannot be encoded.
 
     A pipeline of three: while one batch is encoded (without the interpreter lock), this thread
     reads the next batch and its caller writes the previous one.
@@ -248,7 +248,7 @@ def _encoded(
 
 
 def _ids_of(batch: list[_Job], tokenizer: Tokenizer, threads: int) -> list[np.ndarray | Reject]:
-    """Return the ids of each document: of its text, or as they came, checked."""
+    """Return the ids of each document's text, or the checked tokens that it has instead."""
     documents = [job.document for job in batch]
     texts = [document for document in documents if document.tokens is None]
     encoded: Iterator[np.ndarray | Reject]

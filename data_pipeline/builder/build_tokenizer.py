@@ -22,14 +22,14 @@ from data_pipeline.vocabularies.words import END_TOKEN, most_frequent_words
 from foundation.errors import ConfigError, DataError
 from foundation.settings import assert_never
 
-COMPRESSION_RATIO = 4  # assumed, to choose the sampling rate before the text is read
+COMPRESSION_RATIO = 4  # assumed text bytes per byte of a compressed file, for the sampling rate
 MAX_SENTENCE_BYTES = 1 << 14
 # SentencePiece's result depends on the number of threads, so it does not follow the machine.
 TRAINING_THREADS = 2
 
 
 def needs_training(settings: TokenizerConfig) -> bool:
-    """Whether the tokenizer has to be trained."""
+    """Whether the tokenizer has to be made from the text."""
     return not settings.path and TRAITS[settings.kind].is_made
 
 
@@ -92,10 +92,10 @@ def unknown_options(settings: TokenizerConfig) -> dict[str, int]:
 
 
 def training_texts(sources: list[SourceFile], config: CorpusConfig) -> Iterator[str]:
-    """Yield the text of every training document; of a stream, also what is held out."""
+    """Yield the text of every training document; of a stream, its held-out stretches, too."""
     for source in sources:
-        all_of_it = replace(source, start=0, size=source.file_size) if config.is_stream else source
-        for document in read_documents(all_of_it, config):
+        whole = replace(source, start=0, size=source.file_size) if config.is_stream else source
+        for document in read_documents(whole, config):
             if _is_for_training(document, config):
                 yield document.text
 
@@ -156,8 +156,8 @@ def train_tokenizer(
     """Train a SentencePiece model on all of `texts`.
 
     Equal texts in equal order give an equal model on any machine.
-    Decoding gives the text back unchanged, spaces and newlines included, except U+2581, by which
-    SentencePiece writes a space. Characters outside the vocabulary become bytes. ConfigError if
+    Decoding gives the text back unchanged, spaces and newlines included, except U+2581, which
+    SentencePiece writes for a space. Characters outside the vocabulary become bytes. ConfigError if
     there is too little text for `vocab_size`.
     """
     import sentencepiece
@@ -215,8 +215,8 @@ class _Sentences:
         except BaseException as error:  # raised again by train_tokenizer
             self.raised = error
             raise
-        # From here on SentencePiece trains for minutes without checking Python's signals, so let
-        # Ctrl-C end the process directly.
+        # From here on SentencePiece trains for minutes, while Python handles no signals. Let Ctrl-C
+        # end the process directly.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -190,7 +190,7 @@ def _read_bytes(
     config: CorpusConfig,
     follow: Callable[[Tell], None],
 ) -> Records:
-    """Yield what `reader` makes of the file's bytes, unpacked."""
+    """Yield the records that `reader` finds in the file's unpacked bytes."""
     with named_errors(source.path), open(source.path, "rb", BLOCK_BYTES) as raw:
         follow(raw.tell)
         head = raw.peek(HEAD_BYTES)  # type: ignore[attr-defined]

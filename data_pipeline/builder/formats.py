@@ -1,7 +1,7 @@
-"""Which format an input file has: by its name, and by its contents where the name does not say.
+"""The format of an input file: by its name, or by its contents where the name does not say.
 
-With `format: auto` nothing is read as text that is not: a file that no reader understands stops the
-build before it starts, with what to do.
+With `format: auto` only text is read as text. A file that no reader understands is an error before
+the build starts, which says what to do.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from data_pipeline.config import CorpusConfig, SourceKind
 from foundation.errors import DataError
 from foundation.files import GIT_LFS_POINTER
 
-# Ends of names before .gz or .zst, in any case.
+# Kind -> ends of names, in upper or lower case, before any .gz or .zst.
 KIND_SUFFIXES: dict[SourceKind, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson"),
     "tar": (".tar",),
@@ -38,16 +38,16 @@ KIND_SUFFIXES: dict[SourceKind, tuple[str, ...]] = {
     "text": (".txt", ".text", ".md", ".rst", ".tex"),
 }
 JSON_SUFFIX = ".json"  # JSON Lines if the first line is an object, else refused
-# Names of what is published beside records and is not one of them, up to the first dot.
+# Files that are published beside records and have none: their names up to the first dot.
 COMPANIONS = frozenset(
     ("readme", "license", "licence", "copying", "notice", "citation")
     + ("dataset_info", "dataset_infos", "_success", "_metadata", "_common_metadata")
 )
-# Of `datasets` and MDS; of Megatron, beside each .bin file.
+# Lists of files by `datasets`, MDS and WebDataset. Megatron's index lies beside each .bin file.
 COMPANION_FILES = frozenset(("state.json", "dataset_dict.json", "index.json", "shardindex.json"))
 INDEX_SUFFIX = ".idx"
 MAPPED = re.compile(r"cache-[0-9a-f]{16}\w*\.arrow$")  # `datasets` keeps results beside its data
-# SHA256SUMS, md5sums.txt, x.tar.md5, MANIFEST: their contents have to confirm what they are.
+# SHA256SUMS, md5sums.txt, x.tar.md5, MANIFEST: lists of files, if their contents are, too.
 LIST_NAME = re.compile("sums?|md5|sha|manifest|list")
 CHECKSUM = re.compile(rb"\\?[0-9a-fA-F]{32,128}")
 CHOOSE = "choose the files to read with `suffixes`, or set format=text to read every file as text"
@@ -59,7 +59,7 @@ ARRAY_ADVICE = (
 )
 TABLE_ADVICE = ("a table", f"write it as Parquet or JSON Lines, or {CHOOSE}")
 PACKED_ADVICE = ("an archive", "unpack it, since only .gz and .zst are unpacked while reading")
-# What else names say: ends of names, what the file is, what to do.
+# Files that are refused: ends of their names, what they are, what to do.
 OTHER_SUFFIXES: tuple[tuple[tuple[str, ...], tuple[str, str]], ...] = (
     ((".feather", ".ipc"), ARROW_ADVICE),
     ((".bin", ".idx", ".npy", ".npz"), ARRAY_ADVICE),
@@ -75,7 +75,7 @@ NUMPY_MAGIC, MEGATRON_MAGIC = b"\x93NUMPY", b"MMIDIDX\0\0"
 LLM_C = ("an array with a header of llm.c", "remove the header, 1,024 bytes")
 REPACK = "let its name end in {}, or unpack it if it does"
 EXTRACT = "extract its text, into JSON Lines or a file for each document"
-# First bytes: their offset, what the file is, what to do, and the kinds or ends of names with them.
+# Offset, bytes there, (what the file is, what to do), kinds or ends of names that may have them.
 MAGIC: tuple[tuple[int, bytes, tuple[str, str], tuple[str, ...]], ...] = (
     (0, b"PAR1", ("a Parquet file", "rename it to .parquet, or set format=parquet"), ("parquet",)),
     (0, b"ARROW1", ARROW_ADVICE, ("arrow",)),
@@ -100,14 +100,14 @@ MAGIC: tuple[tuple[int, bytes, tuple[str, str], tuple[str, ...]], ...] = (
     (0, codecs.BOM_UTF16_LE, UTF_16, TABLES_AND_TOKENS),
     (0, codecs.BOM_UTF16_BE, UTF_16, TABLES_AND_TOKENS),
 )
-HEAD_BYTES = 512  # that MAGIC looks at
+HEAD_BYTES = 512  # start of a file that is compared with MAGIC
 
 
 def check_head(head: bytes, name: str, kind: SourceKind, config: CorpusConfig) -> None:
-    """Raise UnreadableRecords if the first bytes of a file are not of what it is read as.
+    """Raise UnreadableRecords if the first bytes of a file show that it is not of this kind.
 
-    The name says how it is packed; it is "" for bytes that were unpacked. With `format=text` every
-    file is text.
+    The end of `name` says how the bytes are compressed; `name` is "" for bytes that were unpacked.
+    With `format=text` every file is text.
     """
     if config.format == "text":
         return
@@ -126,7 +126,7 @@ def check_head(head: bytes, name: str, kind: SourceKind, config: CorpusConfig) -
 
 
 def _magic(head: bytes, expected: str) -> tuple[str, str] | None:
-    """Return what a file is by its first bytes and what to do, or None if nothing is unexpected."""
+    """Return what a file is by its first bytes, and what to do; None if they may be `expected`."""
     starts = head, head.removeprefix(codecs.BOM_UTF8).lstrip()
     for offset, magic, advice, kinds in MAGIC:
         if expected not in kinds and any(start.startswith(magic, offset) for start in starts):
@@ -135,7 +135,7 @@ def _magic(head: bytes, expected: str) -> tuple[str, str] | None:
 
 
 def stated_kind(config: CorpusConfig) -> SourceKind | None:
-    """Return the kind that the settings give to every file, or None if each is looked at."""
+    """Return the kind that the settings give to every file; None if each file's own decides."""
     return None if config.format == "auto" else config.format
 
 
@@ -162,7 +162,7 @@ def holds_records(name: str) -> bool:
 
 
 def is_companion(name: str) -> bool:
-    """Whether the name is one of COMPANIONS: README.md, LICENSE, dataset_info.json, ..."""
+    """Whether a file of that name goes with records: README.md, LICENSE, dataset_info.json, ..."""
     base = PurePath(name).name.lower()
     if base in COMPANION_FILES or base.endswith(INDEX_SUFFIX) or MAPPED.match(base):
         return True
@@ -172,7 +172,7 @@ def is_companion(name: str) -> bool:
 
 
 def lists_files(path: Path, bases: Collection[str]) -> bool:
-    """Whether each line at the start of a file has a checksum, or ends in one of the names."""
+    """Whether a file lists files: each line at its start has a checksum or ends in a base name."""
     if not LIST_NAME.search(path.name.lower()) or holds_records(path.name):
         return False
     lines = [line.split() for line in _head(path).splitlines() if line.strip()]
@@ -226,7 +226,7 @@ def _refused(path: Path, what: str, advice: str) -> DataError:
 
 
 def _head(path: Path) -> bytes:
-    """Return the first contents, none of a corrupted archive: reading it names it."""
+    """Return the first unpacked bytes; none of a corrupted file, which is an error when read."""
     with contextlib.suppress(*CORRUPTION), open(path, "rb") as file:
         return decompressed(file, path.name).read(BLOCK_BYTES)
     return b""

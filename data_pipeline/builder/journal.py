@@ -43,7 +43,7 @@ BUILD_DIRECTORY = ".build"
 DONE_DIRECTORY = ".build-done"
 JOURNAL_NAME = "journal.jsonl"
 RECIPE_NAME = "build.json"
-MOST_NAMED = 5  # settings that differ, in a message
+MOST_NAMED = 5  # differing settings that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class FinishedShard:
     split: Annotated[str, one_of(*SPLITS)]
     info: ShardInfo
     index_entry: dict[str, Any]
-    rejects: tuple[Reject, ...] = ()  # documents among its own that the tokenizer has no ids for
+    rejects: tuple[Reject, ...] = ()  # documents between its own that cannot be encoded
 
 
 class BuildJournal:
@@ -77,8 +77,8 @@ class BuildJournal:
             self._append(self._header)
 
     def _resume(self) -> None:
-        # A kill may have cut the last line, and a power failure may have taken the last shards: all
-        # from there on is built again.
+        # A kill may have cut the last line, and a power failure may have removed the last shards.
+        # All shards from the first damaged one on are built again.
         header, complete_bytes = None, 0
         for line in lines_of(self._path, LARGEST_LIST_BYTES):
             try:
@@ -114,7 +114,7 @@ class BuildJournal:
             ) from None
 
     def _add(self, shard: FinishedShard) -> bool:
-        """Take the shard if its files are there; DataError if they are of other sizes."""
+        """Add the shard if its files exist; return whether they do; DataError for another size."""
         for name, expected in files_of(shard.info).items():
             path = self.output / shard.split / name
             if not path.exists():
@@ -139,8 +139,8 @@ class BuildJournal:
     def finish(self) -> None:
         """Mark the build as finished: write its recipe, then remove the journal."""
         write_json(self.output / RECIPE_NAME, self._recipe)
-        # Renamed first: a directory that has lost only its journal looks like a build without a
-        # finished shard, and would be started again.
+        # Rename before removing: a kill might remove the journal alone, and the directory would
+        # look like a build without a finished shard, which starts again.
         move(self.directory, self.output / DONE_DIRECTORY)
         shutil.rmtree(self.output / DONE_DIRECTORY)
 
@@ -149,8 +149,8 @@ class BuildJournal:
 def claimed_output(output: Path, parts: Sequence[Path] = ()) -> Iterator[Path]:
     """Create and lock `output` for one build; ConfigError if it holds other things or is locked.
 
-    If the build is started and refused before it has a shard, here or in `parts`, only lists of
-    rejects are left, so that it can be started again with other settings.
+    After a user's error in a new build that has no shard yet, here or in `parts`, all but lists of
+    rejects is removed, so that a build with other settings can start.
     """
     check_is_free(output)
     directory = output / BUILD_DIRECTORY
@@ -244,8 +244,8 @@ def _differing(found: Any, recipe: Mapping[str, Any]) -> str:
     changes = differences(found["settings"], recipe["settings"])
     if found.get("parts") != recipe.get("parts"):
         changes["number of parts"] = (found.get("parts", 1), recipe.get("parts", 1))
-    said = [f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changes.items()]
-    left_out = len(said) - MOST_NAMED
-    return ", ".join(said[:MOST_NAMED]) + (f" and {left_out} more" if left_out > 0 else "") or (
+    texts = [f"{name} {shown(old)} -> {shown(new)}" for name, (old, new) in changes.items()]
+    more = len(texts) - MOST_NAMED
+    return ", ".join(texts[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "") or (
         "the input files have changed"
     )

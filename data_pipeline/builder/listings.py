@@ -1,8 +1,8 @@
-"""What a data set lists of itself: its files and their sizes, its splits, its current version.
+"""Lists that come with a data set: of its files and their sizes, its splits, its current version.
 
-A listed file that is missing, or has another size, is an error. A file of the same kind that is not
-listed belongs to an older version or a cache, and one of a test or validation split is no training
-text: both are skipped and named.
+A listed file that is missing, or has another size, is an error. Two kinds of files are skipped, and
+notes name them: files beside listed ones that are not listed, of an older version or a cache; and
+files of test and validation splits, which are no training text.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from foundation.errors import DataError
 from foundation.files import LARGEST_LIST_BYTES, read_json
 
 STATE, SPLITS, BY_NAME = "state.json", "dataset_dict.json", "by name"
-# Which lists are followed first: a split that is not listed has lists of its own.
+# Lists in the order that they are followed; "" is all others. Lists of splits come first: a split
+# that they exclude has lists of its own, which are then not followed.
 TURNS = (CARD, BY_NAME, SPLITS, "")
 MDS_INDEX = "index.json"
 MDS_COMPRESSIONS = ("", "zstd", "gz")
-MDS_FORMS = ("raw_data", "zip_data")  # of a shard; the folder has either
-# Folders beside the files of all versions of a table; what is in them says which are current.
+MDS_FORMS = ("raw_data", "zip_data")  # keys of a shard's two files; the folder has one of them
+# Folders that show that the files beside them are of several versions of a table.
 VERSIONED = {
     "_delta_log": "a Delta table",
     "_spark_metadata": "the output of a Spark stream",
     ".hoodie": "a Hudi table",
 }
+# Files with these ends hold no records, but may be of a split, too.
 OF_SPLITS = (".txt", ".raw", ".tokens", ".bin", ".npy", INDEX_SUFFIX)
-# The hub has also named files with a hash behind: train-00000-of-00002-a09b74b3ef9c3b56.parquet.
+# The hub has also put a hash after the numbers: train-00000-of-00002-a09b74b3ef9c3b56.parquet.
 NUMBERED = re.compile(
     r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)(-[0-9a-f]{16})?(?P<end>\D*)"
 )
@@ -52,7 +54,10 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A list: the forms of each file; others in `folders` that end in `suffix` are skipped."""
+    """A list of files, each in one or more forms; one form of each has to be there.
+
+    In `folders`, files that end in `suffix` and are not listed are skipped.
+    """
 
     name: str
     files: tuple[tuple[ListedFile, ...], ...]
@@ -68,8 +73,9 @@ def listed_files(
 ) -> dict[str, ListedFile]:
     """Return which of the names below `root` belong to its data sets, in order.
 
-    `kind` is the stated one. DataError for a listed file that is missing or has another size, for a
-    table of several versions, and where names count the files of two versions.
+    `kind` is the kind of file that the settings state. DataError for a listed file that is missing
+    or has another size, for a table of several versions, and if names number the files of two
+    versions.
     """
     refuse_versions(root, names)
     present, listed = frozenset(names), dict[str, ListedFile]()
@@ -91,7 +97,7 @@ def listed_files(
 
 
 def _excluded(names: list[str], lists: list[Listing]) -> dict[str, set[str]]:
-    """Return which of the names, which no list has, a list decides about, by the reason."""
+    """Return reason -> names that are skipped for it: `names` are all not listed."""
     decides = {
         (folder, listing.suffix): f"not listed in {listing.name}"
         for listing in lists
@@ -109,7 +115,7 @@ def _excluded(names: list[str], lists: list[Listing]) -> dict[str, set[str]]:
 
 
 def refuse_versions(root: Path, names: list[str]) -> None:
-    """Raise DataError for files of a table that a log beside them may have removed."""
+    """Raise DataError for files of a table whose log, beside them, may have removed some."""
     tables = {PurePosixPath(name).parent for name in names if name.lower().endswith(".parquet")}
     folders = {root / within for table in tables for within in (table, *table.parents)}
     for folder in sorted(folders | set(root.resolve().parents)) if tables else ():
@@ -124,7 +130,7 @@ def refuse_versions(root: Path, names: list[str]) -> None:
 
 
 def _held_out(names: list[str]) -> dict[str, set[str]]:
-    """Return the names of validation and test splits that have a training split beside them."""
+    """Return reason -> names of validation and test splits that are beside a training split."""
     trained, held_out = set(), defaultdict(set)
     for name in names:
         if not holds_records(name) and not without_compression(name).endswith(OF_SPLITS):
@@ -132,18 +138,18 @@ def _held_out(names: list[str]) -> dict[str, set[str]]:
         path = PurePosixPath(name)
         for part, folder in zip(path.parts, reversed([*path.parents]), strict=True):
             if match := SPLIT.search(part.lower()):
-                beside = (folder, part[: match.start()].lower())
-                trained |= {beside} if match["train"] else set()
-                held_out[beside] |= set() if match["train"] else {name}
+                group = (folder, part[: match.start()].lower())
+                trained |= {group} if match["train"] else set()
+                held_out[group] |= set() if match["train"] else {name}
     reason = "of a validation or test split; name one as an input to read it"
-    names_of_splits = {name for beside in trained for name in held_out[beside]}
+    names_of_splits = {name for group in trained for name in held_out[group]}
     return {reason: names_of_splits} if names_of_splits else {}
 
 
 def _listings(
     root: Path, name: str, kind: SourceKind | None, present: frozenset[str]
 ) -> Iterator[Listing]:
-    """Yield what a file of the input lists, if it is a list."""
+    """Yield the list in a file of the input, if the file is a list."""
     path = PurePosixPath(name)
     folder = path.parent
     if kind == "megatron" and path.suffix.lower() in (".bin", INDEX_SUFFIX):
@@ -173,7 +179,7 @@ def _listings(
                 f"{root / name}, the list of the files beside it, cannot be read "
                 f"({type(error).__name__}: {error}); fetch it again"
             ) from None
-        return  # it is of something else
+        return  # the file is not about files here
     if suffix == STATE:
         states = (PurePosixPath(member).parent for member in present if _ends(member, STATE))
         folders = {member for member in states if member.parent == folder} - folders
@@ -240,7 +246,7 @@ def _of_tars(content: dict[str, Any], folder: PurePosixPath) -> Files:
 
 
 Files = tuple[tuple[ListedFile, ...], ...]
-# By a list's name: the end of the names that it decides about, and its reader.
+# Name of a list -> end of the names that it decides about, and the function that reads it.
 READERS: dict[str, tuple[str, Callable[[dict[str, Any], PurePosixPath], Files]]] = {
     CARD: ("", lambda content, folder: ()),
     STATE: (".arrow", _of_datasets),
@@ -251,10 +257,11 @@ READERS: dict[str, tuple[str, Callable[[dict[str, Any], PurePosixPath], Files]]]
 
 
 def _present(root: Path, listing: Listing, present: frozenset[str]) -> Iterator[ListedFile]:
-    """Yield each listed file in the form that is there; DataError unless one is, as listed."""
-    times = Counter(form.name for forms in listing.files for form in forms)
+    """Yield the form of each listed file that is there; DataError unless there is exactly one, with
+    the size that is listed."""
+    counts = Counter(form.name for forms in listing.files for form in forms)
     for forms in listing.files:
-        if twice := [form.name for form in forms if times[form.name] > 1]:
+        if twice := [form.name for form in forms if counts[form.name] > 1]:
             raise DataError(f"{root / listing.name} lists {twice[0]} twice; repair it")
         present_forms = [form for form in forms if form.name in present]
         if len(present_forms) != 1:
@@ -273,9 +280,9 @@ def _present(root: Path, listing: Listing, present: frozenset[str]) -> Iterator[
 
 
 def _check_numbers(root: Path, names: list[str], tell: Tell) -> None:
-    """Tell which files are missing by names like train-00001-of-00002; DataError for two totals.
+    """Tell how many files are missing, by names like train-00001-of-00002.
 
-    Also for two files of one number.
+    DataError for two totals, or two files with one number.
     """
     numbered: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(dict)
     for name in names:
@@ -294,7 +301,7 @@ def _check_numbers(root: Path, names: list[str], tell: Tell) -> None:
 
 
 def _check_packed(root: Path, names: list[str]) -> None:
-    """Raise DataError for a file and its compressed form."""
+    """Raise DataError if a file is there twice, plain and compressed."""
     plain: dict[str, str] = {}
     for name in names:
         other = plain.setdefault(without_compression(name), name)

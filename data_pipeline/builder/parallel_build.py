@@ -5,7 +5,7 @@ in OUTPUT.parts, resumable like any build. The merge moves the shards of all par
 The documents and their order do not depend on n. The borders of shards do, because each part ends
 a shard.
 
-Build all parts at the same time, one process each. The processes end with their command.
+`build_in_processes` builds all parts at the same time, a process for each, which ends with it.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ from foundation.errors import ConfigError, DataError, UserError
 from foundation.files import atomic_write, fsync_directory, lines_of, make_directory, move
 from foundation.progress import Note, Report
 
-PART_NAMES = f"{5 * '[0-9]'}-of-{5 * '[0-9]'}"  # of their directories
+PART_NAMES = f"{5 * '[0-9]'}-of-{5 * '[0-9]'}"  # matches the names of parts' directories
 
 
 def parts_directory(config: CorpusConfig) -> Path:
@@ -80,7 +80,7 @@ def parts_directory(config: CorpusConfig) -> Path:
 
 
 def shared_directory(config: CorpusConfig, num_parts: int) -> Path:
-    """Return the directory of what all parts use, if one command builds all of them."""
+    """Return the directory of the tokenizer that all parts share, if one command builds them."""
     return _directory(config, 0, num_parts)
 
 
@@ -102,15 +102,15 @@ def build_part(
 ) -> BuildResult:
     """Build or resume part `part` of 1 to `num_parts`; parts may be built at the same time.
 
-    `is_checked`: the caller has called `check_sources` and `check_output`, with the settings of the
-    user; here tokenizer.path may name a tokenizer that it has trained.
+    With `is_checked`, the caller has called `check_sources` and `check_output` with the user's
+    settings. In `config`, tokenizer.path may then name a tokenizer that the caller has trained.
     """
     if not 1 <= part <= num_parts:
         raise ConfigError(f"found part {part} of {num_parts}, expected I/N with I from 1 to N")
     if needs_training(config.tokenizer):
         raise ConfigError(
-            "parts need an existing tokenizer; set tokenizer.path to one, such as that of a "
-            "corpus built from a sample of the text"
+            "parts need an existing tokenizer; set tokenizer.path to one, such as the tokenizer of "
+            "a corpus built from a sample of the text"
         )
     sources = list_all_sources(config, report)
     if is_built(config.output):  # an array job's task was requeued after the merge
@@ -133,30 +133,31 @@ def check_output(config: CorpusConfig, sources: Sources, num_parts: int) -> None
 
 
 def sources_of_parts(sources: Sources, num_parts: int) -> list[Sources]:
-    """Return the files of each part: those whose first byte is in the part's share of all bytes."""
+    """Return the files of each part: a file is in the part whose share of bytes it begins in."""
     total, offset = sum(source.size for _, source in sources), 0
     parts: list[Sources] = [[] for _ in range(num_parts)]
     for split, source in sources:
-        part = min(offset * num_parts // max(total, 1), num_parts - 1)  # for empty files at the end
+        # `min`: an empty file after all bytes begins in no share.
+        part = min(offset * num_parts // max(total, 1), num_parts - 1)
         parts[part].append((split, source))
         offset += source.size
     return parts
 
 
 def shuffle_one(config: CorpusConfig, part: int, num_parts: int, report: Report) -> None:
-    """Write part `part`'s stretch of the shuffled documents of all parts, which are finished."""
+    """Write stretch `part` of the shuffled documents of all parts; all parts must be finished."""
     shuffle_part(config, part_directories(config, num_parts), part, report)
 
 
 def can_shuffle(config: CorpusConfig, num_parts: int) -> bool:
-    """Whether documents are to be shuffled and all parts are there."""
+    """Whether documents are to be shuffled and all parts are finished."""
     return config.shuffles and all(map(is_built, part_directories(config, num_parts)))
 
 
 def merge_parts(
     config: CorpusConfig, num_parts: int, report: Report = lambda what: None
 ) -> BuildResult:
-    """Move finished parts into one corpus, shuffled before if asked for; resumes after a kill.
+    """Move finished parts into one corpus, after shuffling if set; resumes after a kill.
 
     DataError if a part is not finished.
     """
@@ -178,7 +179,7 @@ def merge_parts(
         if config.shuffles:
             for part in range(1, num_parts + 1):
                 shuffle_one(config, part, num_parts, report)
-        for split in reversed(splits):  # train last: with its manifest, everything is there
+        for split in reversed(splits):  # train last: its manifest shows that all is written
             parts_of_split = [directory / split for directory in directories]
             if config.shuffles:
                 parts_of_split = directories_of(directories, split)
@@ -189,13 +190,13 @@ def merge_parts(
 
 
 def _merged_recipe(config: CorpusConfig, sources: Sources, num_parts: int) -> dict[str, Any]:
-    """What the merged corpus depends on; shuffled, it is the same for any number of parts."""
+    """Return all that the merged corpus depends on; unless shuffled, also the number of parts."""
     recipe = recipe_of(config, sources)
     return recipe if config.shuffles else {**recipe, "parts": num_parts}
 
 
 def _check_parts(config: CorpusConfig, sources: Sources, num_parts: int) -> None:
-    """Raise DataError unless each part is finished, ConfigError if one is of another build."""
+    """Raise DataError unless each part is finished, ConfigError if one has another recipe."""
     trained = shared_directory(config, num_parts) / TOKENIZER_DIRECTORY
     if needs_training(config.tokenizer) and trained.exists():
         config = replace(config, tokenizer=replace(config.tokenizer, path=trained))
@@ -295,7 +296,7 @@ def build_in_processes(
 
 
 def _run_parts(task: Task, config: CorpusConfig, num_parts: int, report: Report) -> None:
-    """Run `task` for all parts at the same time; report their joint progress."""
+    """Run `task` for all parts at the same time; report the sums of their progress."""
     if num_parts == 1:
         return task(config, 1, 1, report)
     started, readings = time.monotonic(), {}
@@ -326,8 +327,8 @@ def _processes(
     task: Task, config: CorpusConfig, num_parts: int
 ) -> Iterator[dict[Connection, tuple[int, BaseProcess]]]:
     """Start a process for each part; all are killed at the end of the block."""
-    # Forked from a server that has imported the slow modules and has no threads: forking this
-    # process, which may have some, could deadlock.
+    # A server without threads imports the slow modules, and forks the processes. To fork this
+    # process, which may have threads, could deadlock.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["data_pipeline.builder.parallel_build", "streaming"])
     _start_server()
@@ -349,15 +350,16 @@ def _processes(
 
 
 def _start_server() -> None:
-    """Start the fork server with SIGINT blocked: Ctrl-C reaches it and would print a traceback.
+    """Start the fork server with SIGINT blocked: at Ctrl-C it would print a traceback.
 
-    Both processes are started in the root directory, because Python imports their modules from the
-    working directory first. Those that the server forks return to ours, with our `sys.path`.
+    The server and the resource tracker start in the root directory, because Python would import
+    their modules from the working directory first. A process that the server forks changes to our
+    working directory and `sys.path`.
     """
     here = os.open(".", os.O_PATH | os.O_DIRECTORY)
     try:
         os.chdir("/")
-        # Started here because the fork server would start it later, with SIGINT unblocked.
+        # Start the tracker here: the fork server would start it later, with SIGINT unblocked.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -382,7 +384,7 @@ def _check_exit(part: int, process: BaseProcess) -> None:
 def _work(
     connection: Connection, task: Task, config: CorpusConfig, part: int, num_parts: int
 ) -> None:
-    # Ctrl-C reaches the command too, which kills its processes.
+    # Ctrl-C reaches the command, too, and it then kills its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with, args=(connection,), daemon=True).start()
 

@@ -20,9 +20,9 @@ from foundation.settings import assert_never
 from foundation.typed_values import json_text
 
 LONGEST_DOCUMENT_BYTES = 1 << 28  # longer records are rejected; several fit into a shard
-JSON_FRAME_BYTES = 1 << 20  # of a record, in addition to its text
-EMPTY_ROW = "empty row"  # as tables of lines have them between paragraphs
-MOST_BESIDE_TEXT = 1 << 24  # of a record's JSON, outside of strings: parsed, it takes 30 times that
+JSON_FRAME_BYTES = 1 << 20  # JSON that a record may have in addition to its text
+EMPTY_ROW = "empty row"  # the reason for a row without text, such as one between paragraphs
+MOST_BESIDE_TEXT = 1 << 24  # bytes of JSON outside of strings; parsed, they take 30 times more
 REJECTS_NAME = "rejects.jsonl"
 TOKEN_BYTES = 4
 CUTS = ("\n\n", "\n", " ")  # ends of a paragraph, line and word: where to cut, best first
@@ -67,7 +67,7 @@ def corrupted(source: SourceFile, reason: object) -> str:
 
 
 def longest_json() -> int:
-    """Return the bytes of JSON beyond which its text is too long: \\u00xx is one character."""
+    """Return the most bytes of JSON that may have a short enough text: \\u00xx is one character."""
     return 6 * LONGEST_DOCUMENT_BYTES + JSON_FRAME_BYTES
 
 
@@ -125,17 +125,17 @@ def _has_much_beside_text(raw: bytes) -> bool:
     """Whether a record's JSON has more than MOST_BESIDE_TEXT bytes outside of strings."""
     if len(raw) <= MOST_BESIDE_TEXT:
         return False
-    raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # quotes begin and end strings then
-    strings = 8 * raw.count(b'"')  # each takes 60 bytes of host memory, and its characters
-    return strings > MOST_BESIDE_TEXT or (
-        strings + sum(map(len, raw.split(b'"')[::2])) > MOST_BESIDE_TEXT
+    raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a string
+    counted = 8 * raw.count(b'"')  # a string takes 60 bytes of host memory beside its characters
+    return counted > MOST_BESIDE_TEXT or (
+        counted + sum(map(len, raw.split(b'"')[::2])) > MOST_BESIDE_TEXT
     )
 
 
 def document_of_tokens(
     values: np.ndarray, name: str, source: str, config: CorpusConfig
 ) -> Document | Reject:
-    """Make a document of ids, without the separator after them; `name` is its id."""
+    """Make a document of ids, without a last one that ends documents; `name` is its id."""
     if not np.issubdtype(values.dtype, np.integer):
         return Reject(source, f"found {values.dtype}, expected ids, which are integers")
     if len(values) and values[-1] == config.tokenizer.end_id:
@@ -151,7 +151,7 @@ def document_of_tokens(
 
 
 def with_newlines(text: str, config: CorpusConfig) -> str:
-    """Return the text with its line ends as the settings want them."""
+    """Return the text with the line ends that the setting `newlines` asks for."""
     match config.newlines:
         case "keep":
             return text

@@ -24,14 +24,14 @@ from data_pipeline.corpora.manifest import MANIFEST_NAME
 from foundation.errors import ConfigError, DataError
 from foundation.progress import Note, Report
 
-# Files that a folder of numbers is read from; .npz is refused by its contents.
+# Stated format -> ends of the files that are read in a folder; a .npz file is then refused.
 ARRAY_SUFFIXES: dict[str | None, tuple[str, ...]] = {
     "array": (".bin", ".npy", ".npz"),
     "megatron": (".bin",),
 }
-PARTS_SUFFIX = ".parts"  # of the directory next to the output where parts are built
-# Files of each name ending whose contents are looked at before the build; all are checked when they
-# are read. Looking into millions of files would take longer than it saves.
+PARTS_SUFFIX = ".parts"  # OUTPUT.parts is the directory where parts are built
+# How many files of each suffix are opened before the build, to see their format. All are checked
+# when they are read; to open millions before would take longer than it saves.
 LOOKED_INTO = 16
 
 
@@ -42,12 +42,12 @@ class SourceFile:
     path: Path
     name: str
     kind: SourceKind
-    size: int  # that is read
+    size: int  # bytes that are read
     file_size: int
-    modified: int  # nanoseconds
-    inode: tuple[int, int]  # of a device: links and second mounts have the same
-    start: int = 0  # of the `size` bytes, of a stream
-    listed: ListedFile | None = None  # what the data set's own list says of it
+    modified: int  # time of the last change, nanoseconds
+    inode: tuple[int, int]  # device and number: equal for links and second mounts of a file
+    start: int = 0  # offset of the `size` bytes, for a stretch of a stream
+    listed: ListedFile | None = None  # its entry in the data set's own list
 
 
 def list_sources(
@@ -58,8 +58,8 @@ def list_sources(
 ) -> list[SourceFile]:
     """Return every input file under `roots`, by root and then by name; DataError if none.
 
-    Also DataError for a file that no reader understands. `report` gets a note about files that are
-    skipped, as splits for validation and tests are unless they are asked for.
+    Also DataError for a file that no reader understands. `report` gets a note about skipped files.
+    Splits for validation and tests are skipped unless `is_validation`.
     """
     inputs = [_sources_under(root, len(roots) > 1, config, report, is_validation) for root in roots]
     check_apart(inputs, "would be read twice")
@@ -78,7 +78,7 @@ def list_sources(
 
 
 def check_apart(inputs: Sequence[list[SourceFile]], harm: str) -> None:
-    """Raise ConfigError for a file that is there twice: by links, mounts or names."""
+    """Raise ConfigError if two inputs have the same file, by links, mounts or names."""
     files: dict[tuple[int, int], Path] = {}
     for source in (source for sources in inputs for source in sources):
         if (other := files.setdefault(source.inode, source.path)) is not source.path:
@@ -164,7 +164,7 @@ def _files(
     with os.scandir(folder) as entries:
         for entry in entries:
             path = Path(entry.path)
-            if entry.name.startswith((".", "_temporary")):  # Spark's, of a job that was killed
+            if entry.name.startswith((".", "_temporary")):  # _temporary: of a killed Spark job
                 continue
             if entry.is_dir():
                 yield from _files(path, excluded, parents | {real})
@@ -187,13 +187,13 @@ def _not_a_file(path: Path) -> DataError:
 
 
 def _examples(names: list[str]) -> str:
-    """Return the first names as a text, and how many there are more."""
+    """Return the first three names, and how many more there are, as a text."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(sorted(names)[:3]) + more
 
 
 def _companions(root: Path, names: list[str], config: CorpusConfig) -> list[str]:
-    """Return the names of lists of other files, and README.md and the like above records."""
+    """Return names of files about others: lists, and README.md and the like above records."""
     stated = stated_kind(config)
     if stated is not None and not holds_many(stated):
         return []
@@ -225,8 +225,8 @@ def _with_kinds(
             suffix = PurePath(without_compression(name)).suffix
             looked_into[suffix] += 1
             is_looked_into = looked_into[suffix] <= LOOKED_INTO
-            unseen = "jsonl" if suffix == JSON_SUFFIX else "text"
-            kind = kind_by_contents(path) if is_looked_into else unseen
+            likely = "jsonl" if suffix == JSON_SUFFIX else "text"
+            kind = kind_by_contents(path) if is_looked_into else likely
         status = path.stat()
         # A file's name may be any bytes.
         printable = (prefix + name).encode(errors="backslashreplace").decode()

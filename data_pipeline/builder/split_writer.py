@@ -1,7 +1,7 @@
 """Write the encoded documents of one split into shards, each recorded in the build's journal.
 
-Which split a document belongs to, and that no split of a build is empty. What a build has encoded
-so far.
+This module also decides which split a document belongs to, checks that no split of a build will be
+empty, and counts what a build has encoded so far.
 """
 
 import math
@@ -26,8 +26,8 @@ from foundation.errors import DataError
 from foundation.files import make_directory, sha256_of
 from foundation.progress import INTERVAL_SECONDS, Note, Report, duration
 
-FEW_DOCUMENTS, ENOUGH_CHARACTERS = 4, 400_000  # of a validation split: some 100,000 tokens
-Sources = list[tuple[str, SourceFile]]  # with the split: "validation", or "" for either
+ENOUGH_DOCUMENTS, ENOUGH_CHARACTERS = 4, 400_000  # for a validation split: some 100,000 tokens
+Sources = list[tuple[str, SourceFile]]  # (split, file); "" if each document decides on its split
 
 
 def is_validation(document_id: str, config: CorpusConfig) -> bool:
@@ -46,8 +46,9 @@ def check_sources(
 ) -> CorpusConfig:
     """Raise DataError if a split would get no document, before hours of encoding.
 
-    With `report`, return settings instead whose fraction gives a validation split some, and say
-    which. Reads only as far as the first document of each split.
+    With `report`, an empty validation split is no error if a larger fraction fills it: return the
+    settings with that fraction, and report its documents. Otherwise return `config`. Files are read
+    only as far as the first document of each split.
     """
     documents, texts = dict.fromkeys(splits_of_build(config), 0), list[tuple[float, str, int]]()
     rejects: list[Reject] = []
@@ -71,7 +72,7 @@ def check_sources(
                 break
     hint = ""
     if not config.validation_input and documents["train"] > 1:
-        hint = f"; the smallest that gives it one is {_above(min(texts)[0]):g}"
+        hint = f"; the smallest fraction that gives it one is {_above(min(texts)[0]):g}"
     if rejects:
         hint += (
             f"; the first of {len(rejects)} unusable records is {rejects[0].source}: "
@@ -85,26 +86,27 @@ def check_sources(
     if config.validation_input:
         inputs = ", ".join(map(str, config.validation_input))
         raise DataError(f"no documents for the validation split in validation_input={inputs}{hint}")
-    none = f"validation_fraction={config.validation_fraction} of {documents['train']} documents"
+    share = f"validation_fraction={config.validation_fraction} of {documents['train']} documents"
     if report is None or len(texts) == 1:
         raise DataError(
-            f"no documents for the validation split: {none}{hint}; raise it, set it to 0 for no "
+            f"no documents for the validation split: {share}{hint}; raise it, set it to 0 for no "
             "split, or name other text with validation_input"
         )
     taken = _documents_for_validation(texts)
     names = ", ".join(name for _, name, _ in taken)
-    report(Note(f"validation split: {none} gives none, so it takes {len(taken)}: {names}"))
+    report(Note(f"validation split: {share} gives none, so it takes {len(taken)}: {names}"))
     return replace(config, validation_fraction=math.nextafter(taken[-1][0], 1.0))
 
 
 def _documents_for_validation(texts: list[tuple[float, str, int]]) -> list[tuple[float, str, int]]:
-    """Return the documents with the lowest hashes, until an evaluation has enough.
+    """Return the documents with the lowest hashes: enough for an evaluation.
 
-    That is FEW_DOCUMENTS and ENOUGH_CHARACTERS, but at most a tenth of the text, or one document.
+    Enough are ENOUGH_DOCUMENTS with ENOUGH_CHARACTERS. Several documents are at most a tenth of the
+    text.
     """
     taken, size = [], 0
     for text in sorted(texts)[:-1]:
-        is_enough = len(taken) >= FEW_DOCUMENTS and size >= ENOUGH_CHARACTERS
+        is_enough = len(taken) >= ENOUGH_DOCUMENTS and size >= ENOUGH_CHARACTERS
         if taken and (is_enough or 10 * (size + text[2]) > sum(size for _, _, size in texts)):
             break
         taken.append(text)
@@ -113,7 +115,7 @@ def _documents_for_validation(texts: list[tuple[float, str, int]]) -> list[tuple
 
 
 def _above(fraction: float) -> float:
-    """A number just above a fraction below 1, of three decimals or of more if needed."""
+    """Return a number just above `fraction` and below 1, with three decimals or more if needed."""
     digits = max(3, 1 - math.floor(math.log10(fraction))) if fraction else 3
     rounded = (math.floor(fraction * 10**digits) + 1) / 10**digits
     return rounded if rounded < 1 else (1 + fraction) / 2
@@ -124,14 +126,14 @@ class EncodedDocument:
     """What is stored of a document."""
 
     id: str
-    tokens: np.ndarray  # with the one that ends it
+    tokens: np.ndarray  # the last one ends the document, unless the next document continues it
     text_bytes: int  # UTF-8
     characters: int
     location: str = ""  # in the input: file, or file:record
 
 
 def encoded_document(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> EncodedDocument:
-    """Return what is stored of a document whose text, or tokens, have these ids."""
+    """Return what is stored of a document; `ids` are those of its text, or its own tokens."""
     tokens, text = ids, document.text
     if not document.continues:
         text += tokenizer.end_text
@@ -148,7 +150,7 @@ def encoded_document(document: Document, ids: np.ndarray, tokenizer: Tokenizer) 
 class ShardFiles(Protocol):
     """The kind of files that a split is written to."""
 
-    limit: int  # bytes of a shard of more than one document
+    limit: int  # bytes of a file; one with a single document may be larger
 
     def name(self, number: int) -> str:
         """Return the name of shard `number`."""
@@ -185,7 +187,10 @@ class CorpusShards:
 
 
 class SplitWriter:
-    """Fills shards up to the limit of `files`, or with one document, in the documents' order."""
+    """Writes documents, in their order, into shards up to the limit of `files`.
+
+    A document that is larger than the limit gets a shard of its own.
+    """
 
     def __init__(
         self, split: str, files: ShardFiles, tokenizer: Tokenizer, journal: BuildJournal
@@ -201,20 +206,20 @@ class SplitWriter:
         self._start_shard()
 
     def skip(self) -> bool:
-        """Count the split's next document; whether a shard from before a restart holds it."""
+        """Count the split's next document; return whether a shard from before a restart has it."""
         self._documents_to_skip -= 1
         return self._documents_to_skip >= 0
 
     def rejects_before(self) -> list[Reject]:
-        """Return what the encoding of shards from before a restart has rejected."""
+        """Return the rejects of the shards from before a restart."""
         return [reject for shard in self.shards for reject in shard.rejects]
 
     def reject(self, reject: Reject) -> None:
-        """Count the split's next document, which has no ids; a restart skips it with the shard."""
+        """Count the next document, which has no ids, to the shard: a restart skips it, too."""
         self._rejects.append(reject)
 
     def skip_all(self, count: int) -> bool:
-        """Whether shards from before a restart hold the next `count` documents; then count them."""
+        """Count `count` documents if shards from before a restart have them; return if they do."""
         if count > self._documents_to_skip:
             return False
         self._documents_to_skip -= count
@@ -226,7 +231,7 @@ class SplitWriter:
         self._bytes = 0
 
     def add(self, document: EncodedDocument) -> None:
-        """Add a document; writes a shard first if it does not fit into the current one."""
+        """Add a document; first write the pending ones as a shard if it does not fit with them."""
         size = self._files.size_of(document)
         if self._pending and self._bytes + size > self._files.limit:
             self.flush()
@@ -275,9 +280,9 @@ class SplitWriter:
 class Reading:
     """Counts of a build after some seconds; as text, with its rate and time left."""
 
-    total_bytes: int  # of the files
-    skipped_bytes: int = 0  # of them, read again by a resumed build
-    file_bytes: int = 0
+    total_bytes: int  # of all input files
+    skipped_bytes: int = 0  # read before the first new document: a resumed build skips these
+    file_bytes: int = 0  # read so far
     documents: int = 0
     characters: int = 0
     tokens: int = 0
@@ -319,7 +324,7 @@ class Progress:
     def __init__(self, report: Report, total_bytes: int) -> None:
         self._report = report
         self._counts = Reading(total_bytes)
-        self._finished_bytes = 0  # of the files that were read to their end
+        self._finished_bytes = 0  # size of the files that were read to their end
         self._tell: Callable[[], int] = lambda: 0  # bytes read of the current file
         self._is_in_file = False
         self._started = self._reported = time.monotonic()
@@ -348,7 +353,7 @@ class Progress:
         """Report now."""
         self._reported = time.monotonic()
         file_bytes = self._finished_bytes + self._tell()
-        if self._is_in_file:  # its last bytes are read ahead of the documents in them
+        if self._is_in_file:  # bytes are read ahead: not 100 % before the last document
             file_bytes = min(file_bytes, self._counts.total_bytes - 1)
         seconds = self._reported - self._started
         self._report(replace(self._counts, file_bytes=file_bytes, seconds=seconds))

@@ -1,6 +1,6 @@
 """Tables: Parquet, and Arrow files as `datasets` writes them; text or tokens by row.
 
-The only module that imports pyarrow, which nothing else needs.
+No other module imports pyarrow.
 """
 
 import os
@@ -28,8 +28,8 @@ from data_pipeline.vocabularies.vocabulary import missing_library
 from foundation.errors import DataError
 from foundation.files import open_regular
 
-ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 1 << 28  # of Parquet
-ARROW_FILE_MAGIC = b"ARROW1"  # else a stream, which `datasets` writes
+ROWS_AT_ONCE, BYTES_AT_ONCE = 1024, 1 << 28  # the most of a Parquet file that is read at once
+ARROW_FILE_MAGIC = b"ARROW1"  # without it, a file is an Arrow stream, as `datasets` writes them
 DICTIONARY_ENCODINGS = frozenset(
     ("PLAIN", "PLAIN_DICTIONARY", "RLE_DICTIONARY", "RLE", "BIT_PACKED")
 )
@@ -62,9 +62,9 @@ def read_parquet(
 
 
 def _shared_columns(metadata: Any, config: CorpusConfig) -> list[str]:
-    """Return the columns whose dictionaries are kept: one long text may stand for 1,000 rows.
+    """Return the columns to read as dictionaries: one long text may stand in 1,000 rows.
 
-    The library reads no column in that way that has a page of another encoding.
+    pyarrow cannot read a column as a dictionary if one of its pages has another encoding.
     """
     names, others = set(), set()
     for number in range(metadata.num_row_groups):
@@ -100,7 +100,7 @@ def read_arrow(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell]
 def _reason(error: Exception) -> str | UnreadableRecords:
     """Return the first line of a library's error.
 
-    Out of memory is the file's fault, too: the library reserves as much as a file says it has.
+    A MemoryError is the file's fault, too: pyarrow reserves the sizes that a file states.
     """
     text = next(iter(str(error).splitlines()), type(error).__name__)
     if isinstance(error, NotImplementedError) or "crypt" in text:
@@ -128,7 +128,7 @@ def _require_pyarrow(source: SourceFile) -> None:
 def _records_of(
     batch: Any, row: int, source: SourceFile, config: CorpusConfig
 ) -> Iterator[Document | Reject]:
-    """Yield a document for each row of the batch, whose first has the number `row`."""
+    """Yield a document for each row of the batch; `row` rows of the file came before it."""
     has_ids = config.id_field in batch.schema.names
     ids = _values(batch.column(config.id_field)) if has_ids else [None] * batch.num_rows
     column = batch.column(config.text_field)
@@ -153,7 +153,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _tokens(column: Any, source: SourceFile, config: CorpusConfig) -> Iterator[np.ndarray | None]:
-    """Yield the ids in each row of a column of lists; None if there is no list."""
+    """Yield the ids in each row of a column of lists; None for a row that is or has a null."""
     import pyarrow
 
     if not pyarrow.types.is_integer(column.type.value_type):
@@ -167,7 +167,7 @@ def _tokens(column: Any, source: SourceFile, config: CorpusConfig) -> Iterator[n
 
 
 def _rows_at_once(metadata: Any) -> int:
-    """Return how many rows are read at a time: fewer where they are long."""
+    """Return how many rows are read at a time: fewer if rows are long."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     longest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // max(longest, 1)))
@@ -209,14 +209,14 @@ def _values(column: Any) -> list[Any]:
 def _valid(column: Any) -> Any:
     """Return the column, with text as bytes; ArrowInvalid if an offset leads out of its data.
 
-    The library does not look at every offset of a file, and ends the process at a wrong one.
+    pyarrow does not check every offset in a file, and a wrong one would end the process.
     """
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):
         column.indices.validate(full=True)
         nothing = pyarrow.nulls(len(column.dictionary))
-        pyarrow.DictionaryArray.from_arrays(column.indices, nothing)  # looks at every index
+        pyarrow.DictionaryArray.from_arrays(column.indices, nothing)  # checks every index
         return column
     bytes_of = {
         pyarrow.string(): pyarrow.binary(),

@@ -27,15 +27,15 @@ from foundation.typed_values import (
 )
 
 MANIFEST_NAME = "manifest.json"
-FORMAT = 3  # of a manifest
+FORMAT = 3  # version of the manifest's fields
 TOKENIZER_DIRECTORY = "tokenizer"
 FileState = tuple[int, int, int]
 SPLITS = ("train", "validation")
-DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}  # of tokens, and how many tokens they can tell
-LARGEST_MANIFEST_BYTES = 1 << 26  # with 400 for each shard: 160,000 of them
+DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}  # dtype of tokens -> how many ids it holds
+LARGEST_MANIFEST_BYTES = 1 << 26  # enough for 160,000 shards, which take 400 bytes each
 HOW_TO_SPLIT = "build the corpus with validation_fraction above 0 or with validation_input"
-MANIFESTS_KEPT = 8  # of one process
-LARGEST_FILE_BYTES = 1 << 40  # of a shard; a build writes shards of 2 GiB and one document at most
+MANIFESTS_KEPT = 8  # parsed manifests in a process's cache
+LARGEST_FILE_BYTES = 1 << 40  # limit for a shard; builds write 2 GiB or one document at most
 REMOTE_NAME = "remote.json"  # marks a cached corpus whose shards are fetched when they are read
 
 
@@ -46,9 +46,9 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """One shard. `size` is the file's; `text_bytes` and `characters` are its text's.
+    """One shard: its file, and the text that its tokens were made of.
 
-    `lengths` is the SHA-256 of the file of its documents' lengths (lengths.py).
+    `lengths` is the SHA-256 of a second file with the lengths of its documents (lengths.py).
     """
 
     path: FileName  # relative to the manifest
@@ -58,12 +58,12 @@ class ShardInfo:
     size: Annotated[int, between(1, LARGEST_FILE_BYTES)]  # bytes on disk
     sha256: Sha256
     text_bytes: Count  # UTF-8
-    characters: Count
+    characters: Count  # of the text, as `text_bytes`
     lengths: Sha256
 
     def __post_init__(self) -> None:
         if max(self.documents, self.longest_document) > self.tokens:
-            raise ValueError(f"{shown(self.path)} has more documents than tokens, or longer ones")
+            raise ValueError(f"{shown(self.path)} has too few tokens for its documents")
 
     def tree(self) -> dict[str, Any]:
         """Return the entry in a manifest."""
@@ -74,7 +74,7 @@ _SHARD_FIELDS = tuple(field.name for field in fields(ShardInfo))
 
 
 def lengths_name(shard: str) -> str:
-    """Return the name of the file of the lengths of a shard's documents."""
+    """Return the name of the file that has the lengths of a shard's documents."""
     return f"{shard}.lengths"
 
 
@@ -87,13 +87,13 @@ class Manifest:
     end_id: Count  # the token that ends every document
     vocab_size: Positive
     shards: tuple[ShardInfo, ...]
-    is_stream: bool = False  # its documents are parts of one, in their order
+    is_stream: bool = False  # its documents are the parts of one text, in order
 
     def __post_init__(self) -> None:
         if not self.end_id < self.vocab_size <= DTYPES[self.dtype]:
             raise ValueError(
                 f"end_id={self.end_id}, vocab_size={self.vocab_size} and dtype={self.dtype}, "
-                "expected each to fit into the next"
+                "expected an end_id below vocab_size, and a dtype that holds all ids"
             )
 
     @property
@@ -119,13 +119,13 @@ class Manifest:
 
     @property
     def file_names(self) -> Iterator[str]:
-        """The names of all files that it lists: shards and their lengths."""
+        """The names of all files that the manifest lists: shards and their lengths."""
         for shard in self.shards:
             yield from (shard.path, lengths_name(shard.path))
 
     @cached_property
     def hash(self) -> str:
-        """The corpus' identity: changes whenever the tokens or their order could have changed."""
+        """The split's identity: it differs if the tokens or their order may differ."""
         canonical = json_text(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -134,7 +134,7 @@ class Manifest:
         return {**content, "shards": [shard.tree() for shard in self.shards], "format": FORMAT}
 
     def write(self, directory: Path) -> None:
-        """Mark the split in `directory` as complete; everything named must be on disk already."""
+        """Mark the split in `directory` as complete; all files listed must be on disk already."""
         totals = {"documents": self.documents, "tokens": self.tokens}
         tree = {**self._content(), "hash": self.hash, "totals": totals}
         write_json(directory / MANIFEST_NAME, tree)
@@ -143,7 +143,7 @@ class Manifest:
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a split; DataError if it is absent, corrupted, or edited by hand.
 
-    A process parses a file once, unless it changes: one of 100,000 shards takes seconds.
+    A process parses a file again only after it changes: 100,000 shards take seconds.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -159,7 +159,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 @functools.lru_cache(maxsize=MANIFESTS_KEPT)
 def _parsed(path: Path, state: tuple[int, ...] | None) -> Manifest:
-    """Return the manifest in a file; `state` is what changes with its contents."""
+    """Return the manifest in a file; `state` differs if the file has changed (`settled_state`)."""
     with _corrupted(path):
         tree = read_json(path, LARGEST_MANIFEST_BYTES)
         version = tree.get("format") if isinstance(tree, dict) else None
@@ -194,7 +194,7 @@ def _corrupted(path: Path) -> Iterator[None]:
 
 
 def is_left_out(directory: Path) -> bool:
-    """Whether the corpus of this split was built without it."""
+    """Whether `directory` is where a built corpus has no validation split."""
     is_absent = not directory.exists() or not any(directory.iterdir())
     has_train = (directory.parent / SPLITS[0] / MANIFEST_NAME).exists()
     return is_absent and has_train and directory.name in SPLITS
@@ -237,7 +237,7 @@ def _location(corpus: Path) -> str:
 def splits_of(path: Path) -> list[Path]:
     """Return `path` if it is a split, else the splits in it.
 
-    DataError if there are no splits, or if one has lost its manifest: it is not absent.
+    DataError if there are no splits, or if the directory of one has no manifest.
     """
     if (path / MANIFEST_NAME).exists():
         return [path]
@@ -275,7 +275,7 @@ def check_opened(path: Path, file: BinaryIO, info: ShardInfo, with_hash: bool = 
 
 
 def file_state(file: BinaryIO) -> FileState:
-    """Return what changes when a file is replaced or written: inode, size, time of the change."""
+    """Return what changes when a file is replaced or written: inode, size, time of last change."""
     status = os.fstat(file.fileno())
     return status.st_ino, status.st_size, status.st_mtime_ns
 

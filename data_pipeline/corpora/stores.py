@@ -26,16 +26,16 @@ from foundation.errors import NO_SPACE, DataError
 from foundation.settings import OBJECT_STORES
 
 BLOCK_BYTES = 1 << 18
-LONGEST_VERSION = 200
+LONGEST_VERSION = 200  # characters of an ETag that are kept
 WEB = ("http", "https")
-TRANSIENT_STATUS = (408, 425, 429)  # the 4xx answers that a later attempt may not get
-# Codes and exceptions of SDKs that another attempt would give again.
+TRANSIENT_STATUS = (408, 425, 429)  # 4xx answers after which another attempt may succeed
+# Codes and exceptions of SDKs after which another attempt would fail in the same way.
 FINAL_REASONS = (
     *("401", "403", "404", "AccessDenied", "NoSuchKey", "NoSuchBucket", "InvalidBucketName"),
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"),
     *("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "ImportError"),
 )
-# Those that say that there is no such file.
+# Codes and exceptions of SDKs for a file that does not exist.
 ABSENT_REASONS = ("404", "NoSuchKey", "NotFound", "ResourceNotFoundError", "EntryNotFoundError")
 
 
@@ -56,7 +56,7 @@ class WebStore:
         self.url, self.retry_policy = url, retry_policy
 
     def download(self, name: str, path: Path, size: int) -> None:
-        """Write the file; stops reading soon after `size` bytes."""
+        """Write the file to `path`; stop reading soon after `size` bytes."""
         url = f"{self.url}/{quote(name)}"
         try:
             with open_url(url, self.retry_policy, "GET", size) as answer, open(path, "wb") as file:
@@ -80,7 +80,7 @@ class WebStore:
             raise StoreError(f"the connection failed ({error})") from None
 
     def version(self, name: str) -> str:
-        """Return the ETag of the file, if the server tells one."""
+        """Return the ETag of the file; "" if the server does not send one."""
         try:
             url = f"{self.url}/{quote(name)}"
             with open_url(url, self.retry_policy, "HEAD") as answer:
@@ -113,7 +113,7 @@ class CloudStore:
                 self._idle.append(downloader)
 
     def version(self, name: str) -> str:
-        """Return the ETag of the file, of S3 only: streaming has no such request."""
+        """Return the ETag of the file in S3; "" in other stores: streaming cannot ask for it."""
         if not self.url.startswith("s3://"):
             return ""
         bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
@@ -121,9 +121,9 @@ class CloudStore:
             from boto3.session import Session
 
             client = Session().client("s3", endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
-            found = client.head_object(Bucket=bucket, Key=f"{prefix}/{name}".lstrip("/"))
-            return str(found.get("ETag", ""))[:LONGEST_VERSION]
-        except Exception:  # the SDK's have no common base class; `download` will say what is wrong
+            answer = client.head_object(Bucket=bucket, Key=f"{prefix}/{name}".lstrip("/"))
+            return str(answer.get("ETag", ""))[:LONGEST_VERSION]
+        except Exception:  # SDK errors have no common base class; `download` will report them
             return ""
 
 
@@ -132,12 +132,12 @@ Store = WebStore | CloudStore
 
 @contextlib.contextmanager
 def sdk_errors() -> Iterator[None]:
-    """Raise the block's errors as StoreError, but not a full disk's."""
+    """Raise the block's errors as StoreError, except the OSError of a full disk."""
     try:
         yield
     except StoreError:
         raise
-    except Exception as error:  # the SDKs have no common base class
+    except Exception as error:  # SDK errors have no common base class
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             raise
         raise _sdk_error(error) from error
@@ -160,7 +160,7 @@ def uploader_to(url: str, directory: Path) -> Callable[[str], None]:
 
 
 def listed_objects(url: str, names: bool = True) -> tuple[Any, list[str]]:
-    """Return the SDK's client for `url`, and the names of the objects under it unless not asked.
+    """Return the SDK's client for `url`, and with `names` the names of the objects under it.
 
     DataError if they cannot be listed.
     """
@@ -194,7 +194,7 @@ def _sdk_uploader(url: str, directory: Path) -> Any:
     try:
         from streaming.base.storage import CloudUploader
 
-        # It warns that the directory is not empty.
+        # Silence the warning that the directory is not empty.
         logging.getLogger("streaming").setLevel(logging.ERROR)
         return CloudUploader.get((str(directory), url), keep_local=True, exist_ok=True)
     except Exception as error:
@@ -226,7 +226,7 @@ def with_timeout(seconds: float, task: Callable[[], None]) -> None:
     def run() -> None:
         try:
             done.set_result(task())
-        except BaseException as error:  # for the caller
+        except BaseException as error:  # raised again by done.result()
             done.set_exception(error)
 
     thread = threading.Thread(target=run, name="download", daemon=True)

@@ -28,18 +28,18 @@ import numpy as np
 from data_pipeline.lanes.random_order import key_of, permutation, sort_order
 from foundation.errors import ConfigError, DataError
 
-EPOCHS_KEPT = 4  # lanes enter the next epoch at different steps
-LAYOUTS_KEPT = 32
-ALWAYS_EMPTY_EPOCHS = 1000
+EPOCHS_KEPT = 4  # orders in the cache: lanes enter the next epoch at different steps
+LAYOUTS_KEPT = 32  # layouts in the cache
+ALWAYS_EMPTY_EPOCHS = 1000  # a lane without tokens in these many epochs is an error
 COMFORTABLE_RATIO = 20  # lanes this many times as long as the longest document are about even
-FEW_LANES = 16  # fewer lanes cost more in training than uneven ones
+FEW_LANES = 16  # training with fewer lanes costs more than training with uneven ones
 
 
 class EpochOrder(NamedTuple):
-    """The units in an epoch's order, with the offset of each start; the last one is the end."""
+    """The units in an epoch's order, the offset of each unit's start, and the epoch's end."""
 
     units: np.ndarray  # int32 [U]
-    offsets: np.ndarray  # int64 [U + 1]
+    offsets: np.ndarray  # int64 [U + 1], the last one is the end
 
 
 class UnitLayout(NamedTuple):
@@ -84,7 +84,7 @@ class LanePlan:
     ) -> None:
         """`document_lengths(unit)` returns the number of tokens of each document as stored, [D].
 
-        `units_at(epoch)` lists an epoch's units, each as often as it is read: by default once.
+        `units_at(epoch)` lists an epoch's units, a unit as often as it is read: by default once.
         """
         self.unit_tokens = np.asarray(unit_tokens, np.int64)
         self.num_lanes = num_lanes
@@ -128,8 +128,8 @@ class LanePlan:
     def lane_start(self, epoch: int, lane: int) -> int:
         """Return the offset where the lane's share starts; for lane N the end of the last share.
 
-        It is the first start of a document at or after the even cut. The lanes on both sides
-        compute the same one, so no document is read twice or skipped.
+        It is the first start of a document at or after the even cut. The lanes on both sides of
+        the cut compute the same start, so no document is read twice or skipped.
         """
         return self.next_start(epoch, self._even_cut(epoch, lane))
 
@@ -147,21 +147,21 @@ class LanePlan:
         return int(unit_offsets[index] + start)
 
     def unit_at(self, epoch: int, offset: int) -> int:
-        """Return the unit at an offset. Needs no document lengths."""
+        """Return the unit at an offset, without document lengths."""
         units, offsets = self.epoch_order(epoch)
         offset = min(offset, int(offsets[-1]) - 1)
         return int(units[np.searchsorted(offsets, offset, "right") - 1])
 
     def units_between(self, epoch: int, start: int, end: int) -> list[int]:
-        """Return the units that have the offsets [start, end), in order. Needs no lengths."""
+        """Return the units that have the offsets [start, end), in order, without their lengths."""
         units, offsets = self.epoch_order(epoch)
         first = int(np.searchsorted(offsets, start, "right")) - 1
         return units[first : int(np.searchsorted(offsets, end, "left"))].tolist()
 
     def border_units(self, lane: int, epoch: int) -> list[int]:
-        """Return the units at the share's even cuts, whose document lengths decide where it starts.
+        """Return the units at the share's even cuts: their documents decide where it starts.
 
-        Needs no lengths itself, so a caller can fetch the lengths for many lanes at once.
+        This needs no document lengths, so a caller can fetch the lengths for many lanes at once.
         """
         cuts = (self._even_cut(epoch, lane), self._even_cut(epoch, lane + 1))
         return [self.unit_at(epoch, cut) for cut in cuts]
@@ -229,8 +229,8 @@ class LaneWalk:
         self._layout = self._plan.unit_layout(self.epoch, self._unit)
 
     def _next_epoch(self) -> None:
-        # A share can be empty in one epoch, because a long document of another lane covers it, and
-        # not in the next one, which has another order.
+        # A long document of another lane may cover a share, which is then empty in this epoch. The
+        # next epoch has another order.
         first = self.epoch + 1
         for epoch in range(first, first + ALWAYS_EMPTY_EPOCHS):
             self._enter(epoch)
@@ -258,8 +258,8 @@ class LaneWalk:
     def units_ahead(self, count: int) -> tuple[list[int], list[int]]:
         """Return the units after the current one that the next `count` tokens need, at least one.
 
-        If the lane's share ends in the current unit, that is the first unit of its next share; then
-        the second list has the border units of the next share. Otherwise it is empty.
+        If the lane's share ends in the current unit, this is the first unit of its next share, and
+        the second list has that share's border units. Otherwise the second list is empty.
         """
         end = self._start + self.length
         if self._unit_end >= end:
@@ -275,8 +275,8 @@ class LaneWalk:
         first = self._start + self.position - self._unit_start
         end_of_share = first + self.length - self.position
         last = min(first + count, self._unit_end - self._unit_start, end_of_share)
-        # Documents low to high - 1 overlap [first, last). Only parts of the first and the last of
-        # them may be inside.
+        # Documents low to high - 1 overlap [first, last). All but the first and the last of them
+        # are inside as a whole.
         low = int(np.searchsorted(offsets, first, "right")) - 1
         high = int(np.searchsorted(offsets, last, "left"))
         starts = np.maximum(offsets[low:high], first)
@@ -305,7 +305,7 @@ def check_range(lanes: range, num_lanes: int) -> None:
 def comfortable_lanes(num_tokens: int, longest_whole: int) -> int:
     """Return the most lanes that have about equal lengths, given the longest whole document.
 
-    With too little text for FEW_LANES even ones, return how many lanes it fills, up to FEW_LANES.
+    If these are fewer than FEW_LANES, return how many uneven lanes the text fills, up to FEW_LANES.
     """
     longest = max(longest_whole, 1)
     even = num_tokens // (COMFORTABLE_RATIO * longest)

@@ -20,7 +20,7 @@ from foundation.errors import DataError
 
 # Lanes are read in blocks of many segments, so that most steps cost a few array operations instead
 # of a Python loop over the documents of each lane.
-BLOCK_TOKENS = 32768
+BLOCK_TOKENS = 32768  # the most tokens of a lane in a block of more than one segment
 BLOCK_SEGMENTS = 64  # the most segments of a block
 
 
@@ -56,7 +56,7 @@ class LaneStream:
         if state:
             _check_tokens(state, self._plan, corpus)
         self._reader = _BlockReader(corpus, self._plan, lanes, starts, segment_length)
-        self._segment = self._reader.num_segments  # the block's next segment; none left: read one
+        self._segment = self._reader.num_segments  # next segment of the block, here past its end
 
     def tokens_read(self, cursor: LaneCursor | None) -> dict[str, int]:
         """Return the tokens that the cursor's lanes have read of each corpus, by its location."""

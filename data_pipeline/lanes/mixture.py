@@ -26,7 +26,7 @@ FINEST_REPEAT = 10_000  # repeats are rounded to fractions with at most this den
 
 
 class Mixture:
-    """The training splits of several corpora; takes the place of one `Corpus` for lanes."""
+    """The training splits of several corpora, which lanes read like one `Corpus`."""
 
     def __init__(self, corpora: Sequence[Corpus], repeats: Sequence[Fraction]) -> None:
         """ConfigError or DataError if the corpora cannot be mixed."""
@@ -45,7 +45,7 @@ class Mixture:
 
     @property
     def identity(self) -> str:
-        """Changes with the tokens of any part and with its repeats, but not with its location."""
+        """What a run's state records of its data: the repeats and hashes of all parts."""
         parts = zip(self.repeats, self.corpora, strict=True)
         return " + ".join(f"{repeat} x {corpus.identity}" for repeat, corpus in parts)
 
@@ -108,9 +108,9 @@ def open_mixture(
     hashes: Sequence[str] = (),
     setting: str = "data.mixture",
 ) -> Mixture:
-    """Open the corpora of `parts`. Weights become repeats; the smallest is one.
+    """Open the corpora of `parts`. Weights become repeats; the smallest repeat is one.
 
-    DataError unless each has one of the hashes, if there are any. Errors name the `setting`.
+    DataError if there are `hashes` and a corpus has none of them. Errors name the `setting`.
     """
     if len({bool(part.weight) for part in parts}) > 1:
         raise ConfigError(
@@ -137,8 +137,8 @@ def open_training_data(
 ) -> Corpus | Mixture:
     """Open the corpus at `path`, or the mixture, which must share the tokenizer of `path`.
 
-    DataError unless each corpus has one of the hashes, if there are any. `setting` names the
-    mixture in errors.
+    DataError if there are `hashes` and a corpus has none of them. `setting` names the mixture in
+    errors.
     """
     cache = cache or CacheConfig()
     with named_setting("data.path"):
@@ -160,7 +160,7 @@ def open_training_data(
 def tokens_of_parts(data: Corpus | Mixture, plan: LanePlan, cursor: LaneCursor) -> list[int]:
     """Return the tokens of each part that the cursor's lanes have read since they started.
 
-    Computed from the cursor alone, so interruptions cannot make the numbers wrong.
+    They follow from the plan and the cursor, so interruptions cannot make them wrong.
     """
     num_units = len(data.manifest.shards)
     first_units = data.first_units if isinstance(data, Mixture) else np.array([0, num_units])
@@ -207,7 +207,7 @@ def repeats_of_weights(corpora: Sequence[Corpus], weights: Sequence[float]) -> l
 
 
 def exact_repeats(repeats: Sequence[float]) -> list[Fraction]:
-    """Return repeats as plans use them; ConfigError unless all are positive numbers."""
+    """Return repeats as the fractions of lane plans; ConfigError unless all are positive."""
     exact = []
     for repeat in repeats:
         fraction = Fraction(repeat) if math.isfinite(repeat) else Fraction(0)
