@@ -24,7 +24,7 @@ MOST_NODES = 65_536  # of a cluster: Slurm's own limit
 _GPUS = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*:)?[0-9]{1,4}")
 _NODES = re.compile(r"([0-9]{1,20})(?:([:+])([0-9]{1,20}))?")
 EXAMPLES = Path("configs/clusters")
-# minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
+# Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
 # days-hours:minutes:seconds
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _LARGEST_SIGNAL_FRACTION = 0.5
@@ -35,6 +35,7 @@ _SECRET = re.compile(
     r"|CREDENTIALS?|CONNECTION_?STRING|AUTH(_?HEADER)?|AUTHORIZATION|PAT|PWD|PASS|DSN)(_ID)?$",
     re.IGNORECASE,
 )
+# Options of srun that the launcher sets.
 _OF_THE_LAUNCHER = (
     "nodes ntasks ntasks-per-node cpus-per-task nodelist jobid kill-on-bad-exit wait label "
     "distribution export overlap container-image container-mounts container-workdir output "
@@ -59,8 +60,8 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class NodeRange:
-    """How many nodes a run uses: as many as are free, from `least` to `most`; and how many more its
-    job has, to replace those that fail."""
+    """How many nodes a run uses: all that are free, from `least` to `most`. Its job has `spare`
+    nodes more, to replace nodes that fail."""
 
     least: int
     most: int
@@ -72,13 +73,13 @@ class NodeRange:
         return self.least + self.spare
 
     def __str__(self) -> str:
-        """Return what Slurm is asked for."""
+        """Return the value for Slurm's `--nodes`."""
         least, most = self.least_of_job, self.most + self.spare
         return str(least) if least == most else f"{least}-{most}"
 
 
 def parse_nodes(text: str) -> NodeRange:
-    """`4`, `4:16` or `4+1`."""
+    """Return the nodes of `4`, `4:16` or `4+1`; ConfigError for other texts."""
     if match := _NODES.fullmatch(text):
         first, second = int(match[1]), int(match[3] or match[1])
         if match[2] == "+":
@@ -94,7 +95,7 @@ def parse_nodes(text: str) -> NodeRange:
 
 
 def fixed_nodes(text: str) -> NodeRange:
-    """`4` or `4+1`; ConfigError for a range, whose number Slurm chooses."""
+    """Return the nodes of `4` or `4+1`; ConfigError for a range, in which Slurm would choose."""
     nodes = parse_nodes(text)
     if nodes.least != nodes.most:
         raise ConfigError(
@@ -121,11 +122,11 @@ class ClusterConfig:
     mtbf_hours: float = setting(0.0, Range(0, 1e9), unit="hours")
     """Mean time between failures of one node, for the best checkpoint interval; 0: not known."""
     disk_mib_per_second: float = setting(500.0, Range(1, 1e9), unit="MiB per second")
-    """What a node writes to the run directory and reads from it, all nodes at once."""
+    """Rate at which a node reads and writes the run directory while all nodes do."""
     partition: str = ""
     """Partition, or several (main,urgent): the first that can start the job."""
     cpus_per_rank: int = setting(0, Range(0, MOST_THREADS), unit="cores")
-    """Cores of each rank; 0: the node's cores for each of its GPUs, as Slurm says, else 1."""
+    """Cores of each rank; 0: the node's cores per GPU if Slurm knows them, else 1."""
     time_limit: str = "24:00:00"
     """Limit of one job, as Slurm writes it; the run continues in the next job."""
     signal_seconds: int = setting(180, Range(1, 1_000_000), unit="seconds")
@@ -166,7 +167,7 @@ class ClusterConfig:
                 "one kind"
             )
         _check_texts(self)
-        if self.time_limit.isdecimal():  # to Slurm minutes, to most people seconds
+        if self.time_limit.isdecimal():  # Slurm reads minutes, most people seconds
             raise ConfigError(f"time_limit={self.time_limit} has no unit; write it as 24:00:00")
         if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * time_limit_seconds(self.time_limit):
             raise ConfigError(
@@ -196,12 +197,12 @@ class ClusterConfig:
 
     @property
     def _named_by_type(self) -> str:
-        """`H100` of h100:8 or nvidia_h100_80gb_hbm3:8."""
+        """The GPU that Slurm's type names: `H100` for h100:8 and nvidia_h100_80gb_hbm3:8."""
         return device_named(self.gpus_per_node.rpartition(":")[0])
 
 
 def _check_texts(cluster: ClusterConfig) -> None:
-    """ConfigError for names and values that would be something else in a script, or break a run."""
+    """Raise ConfigError for names and values that a script would misread, or that break a run."""
     if wrong := [name for name in cluster.environment if not is_variable_name(name)]:
         expected = "a variable's name, such as NCCL_DEBUG"
         raise ConfigError(f"environment: found the name {wrong[0]!r}, expected {expected}")
@@ -245,7 +246,7 @@ def control_characters(text: str) -> bool:
 
 def load_cluster(path: Path) -> ClusterConfig:
     """Read a cluster file; ConfigError lists all its errors, or the files that there are."""
-    if not os.path.lexists(find_config(path)):  # a link to nothing is told by its reader
+    if not os.path.lexists(find_config(path)):  # `load_config` reports a broken link
         beside = [str(file) for file in path.parent.glob(f"{path.stem}.y*ml")]
         shipped = [str(EXAMPLES / file.name) for file in find_config(EXAMPLES).glob("*.yaml")]
         named = beside + [name for name in shipped if Path(name).stem == path.stem]

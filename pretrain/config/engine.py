@@ -1,9 +1,8 @@
-"""How a run is computed: engine, sharding, precision, recomputation and offloading.
+"""How a run is computed: engine, sharding, precision, recomputation, offloading and attention.
 
-Which attention a model gets, and what excludes it from the faster ones. Torch-free.
-
-Plain operations express everything, with every score in memory. docs/model.md has the same table,
-and a test compares them.
+`LIMITS` says which models faster kinds of attention cannot compute. Plain operations compute every
+model, with every score in memory. docs/model.md has the same table; a test compares them.
+Torch-free.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ class EngineConfig:
     kind: EngineKind = "deepspeed"
     """What runs the updates; torch is for one device."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """Shard optimizer state (1), gradients (2), weights (3) over the ranks; 0, torch: nothing."""
+    """Shard optimizer state (1), also gradients (2), also weights (3); 0 or torch: nothing."""
     precision: PrecisionSetting = "auto"
     """Weights and activations; auto: bf16 on GPUs that have it, else fp32, chosen at the start."""
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -42,9 +41,9 @@ class EngineConfig:
     offload_memories: bool = False
     """Keep memories of inactive slots in host memory."""
     attention_kernel: AttentionKernel = "auto"
-    """auto: fastest with ordered sums; atomic: any order; sdpa: torch's; plain: to compare."""
+    """auto: fastest with sums in fixed order; atomic: any order; sdpa: torch's; plain: textbook."""
     compile: bool = False
-    """Compile, in training, what lies between attentions; rounds otherwise; not tried on a GPU."""
+    """In training, compile all between attentions; rounds differently; not tried on a GPU."""
     logits_chunk_tokens: int = setting(0, Range(0, MOST), unit="tokens")
     """Tokens per pass through the output layer, which the backward pass repeats; 0: all."""
     micro_batch_lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
@@ -69,7 +68,7 @@ class EngineConfig:
 
     @property
     def number_format(self) -> Precision:
-        """The precision; of `auto`, as long as no device has been asked, a CPU's."""
+        """The precision; fp32, a CPU's, while no device has decided about `auto`."""
         return "fp32" if self.precision == "auto" else self.precision
 
 
@@ -87,10 +86,10 @@ class Limit:
     """What excludes a model from some kinds of attention."""
 
     option: str
-    applies: Callable[[ModelConfig, bool], bool]  # to a model, in half precision or not
-    sdpa: bool = False  # `scaled_dot_product_attention` cannot express it
-    flash: bool = False  # on a GPU it would not use FlashAttention for it
-    fused: bool = False  # the fused kernel does not support it
+    applies: Callable[[ModelConfig, bool], bool]  # (model, is_half) -> whether it is excluded
+    sdpa: bool = False  # from `scaled_dot_product_attention`, which cannot express it
+    flash: bool = False  # from FlashAttention, which torch's function uses on a GPU
+    fused: bool = False  # from the fused kernel, which does not support it
 
 
 LIMITS = (
@@ -102,7 +101,7 @@ LIMITS = (
     Limit("model.attention_sinks", lambda model, _: model.attention_sinks, sdpa=True),
     Limit("model.same_length", lambda model, _: model.same_length, sdpa=True),
     Limit("model.isolate_documents", lambda model, _: model.isolate_documents, sdpa=True),
-    # Its masks are a function of seed, step, layer and lane; torch's are not.
+    # Our dropout masks are a function of seed, step, layer and lane; torch's masks are not.
     Limit("model.attention_dropout", lambda model, _: model.attention_dropout > 0, sdpa=True),
     Limit("heads wider than 128", lambda model, _: model.head_width > 128, fused=True),
     Limit("heads wider than 256", lambda model, _: model.head_width > 256, flash=True, fused=True),
@@ -139,7 +138,7 @@ def chosen_attention(
 def attention_in(
     engine: EngineConfig, model: ModelConfig, *, on_gpu: bool
 ) -> tuple[Attention, str]:
-    """Return `chosen_attention` a run."""
+    """Return `chosen_attention` for a run's settings."""
     is_half = engine.number_format != "fp32"
     return chosen_attention(engine.attention_kernel, model, on_gpu=on_gpu, is_half=is_half)
 

@@ -20,12 +20,12 @@ VALIDATION = SPLITS[1]
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A name and where its text is."""
+    """A validation split, or the corpus that has it, and the name of its losses."""
 
     name: str
     path: Path  # of the corpus, or of one split of it
     manifest_hashes: tuple[str, ...] = ()  # the corpus must have one of them, if there are any
-    is_part: bool = False  # of a mixture: it may have no validation split, and is skipped then
+    is_part: bool = False  # a part of a mixture, which is skipped if it has no validation split
 
 
 def evaluated_split(path: Path) -> Path:
@@ -35,7 +35,7 @@ def evaluated_split(path: Path) -> Path:
 
 
 def evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
-    """Return the sets of a run with all its phases; a named one replaces a part of its name."""
+    """Return the sets of all a run's phases; `evaluation.sets` replace parts of the same name."""
     parts = list({part.path: part for part in run.data.all_parts}.values())
     names = _set_names([part.path for part in parts])
     sets = {
@@ -49,9 +49,9 @@ def evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
 def splits_of_sets(run: RunConfig) -> dict[str, Path]:
     """Return name -> directory of each set's split; parts without one are skipped.
 
-    DataError for a set without one, with other hashes than it must have, or with another tokenizer
-    than the run's corpus: a loss per token says nothing then. Fetches manifests and tokenizers of
-    URLs.
+    DataError for a named set without a split, for a wrong hash, and for another tokenizer than the
+    run's corpus has, with which losses per token cannot be compared. Fetches manifests and
+    tokenizers of URLs.
     """
     from data_pipeline.corpora.corpus_identity import pinned_directory
 

@@ -16,13 +16,13 @@ class LaneParts:
     """The parts of a memory in the order of its tensors: layer by layer, then what layers share."""
 
     layers: tuple[tuple[LanePart, ...], ...]
-    # Memory tokens and documents of compressed rows, if there are any; documents of rows.
+    # In this order: memory tokens, if any; documents of compressed rows, if any; documents of rows.
     shared: tuple[LanePart, ...]
     is_forgotten: bool = False  # nothing is carried, not even states
 
     @property
     def memory_length(self) -> int:
-        """The rows that are not compressed, of the layer that has the most."""
+        """The most uncompressed rows that any layer has."""
         return self.shared[-1].length
 
     def __iter__(self) -> Iterator[LanePart]:
@@ -38,7 +38,7 @@ class LaneParts:
 def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LaneParts:
     """Return what a lane carries, with `memory_length` instead of the configured one if given.
 
-    With a length of 0 instead of a longer one, nothing is carried.
+    If it is 0 and the configured length is not, nothing is carried, not even states.
     """
     lengths = model.memory_lengths(memory_length)
     length = max(lengths)

@@ -5,7 +5,7 @@ A kind is a folder, `pretrain/mixers/NAME`, or a package that is installed and h
 (docs/your-layer.md). Settings, lane parts, costs, optimizers, cards and `describe` ask the facts,
 and know no kind by name.
 
-`model` is a ModelConfig and `engine` an EngineConfig throughout: both modules use this one.
+`model` is a ModelConfig and `engine` an EngineConfig: their modules import this one.
 """
 
 import functools
@@ -21,9 +21,9 @@ from foundation.errors import ConfigError, shown
 
 ENTRY_POINTS = "xl_pretrain.mixers"
 FOLDER = Path(__file__).parents[1] / "mixers"
-EXACT_BYTES = 4  # of a state, and of what is computed with it
+EXACT_BYTES = 4  # of an element of a state, or of what is computed with it: float32
 # rows: one per remembered token, or per group of tokens; none at first.
-# documents: the document of each row, counted back from the lane's last token (0, -1, ...).
+# documents: the number of each row's document; 0: the lane's current one, -1: the previous, ...
 # state: of fixed size, zeros at first; it belongs to the document of the lane's last token.
 PartKind = Literal["rows", "documents", "state"]
 # matrix: from hidden channels to hidden channels; both sides grow with the model's width.
@@ -37,12 +37,14 @@ Role = Literal["matrix", "projection", "table", "vector", "output_bias"]
 class LanePart:
     """One tensor of a memory: [lanes, rows, *shape], or [lanes, *shape] if it is a state."""
 
-    name: str  # in checkpoints, too
+    name: str  # also its name in checkpoints
     kind: PartKind
     shape: tuple[int, ...] = ()
     length: int = 0  # rows when the memory is full
     waiting: int = 0  # rows beyond `length` that wait until their group is complete
-    in_float32: bool = False  # whatever the precision; other rows and states are activations
+    in_float32: bool = (
+        False  # in every precision; other rows and states have the type of activations
+    )
 
     def num_bytes(self, activation_bytes: int) -> int:
         """Return the bytes of one lane when the memory is full."""
@@ -57,7 +59,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     role: Role = "matrix"
     stacked: int = 1  # matrices of equal shape, one above the other
-    part: str = ""  # what it is counted as; empty: its kind
+    part: str = ""  # where descriptions count it; empty: under the mixer's kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +67,17 @@ class SegmentSize:
     """What a layer reads in a forward pass: a segment of each lane."""
 
     lanes: int
-    tokens: int  # of a segment, with memory tokens
-    memory: int = 0  # rows of each lane, compressed ones included
-    gradient_segments: int = 1  # of one backward pass
+    tokens: int  # per segment, memory tokens included
+    memory: int = 0  # remembered rows of each lane, compressed ones included
+    gradient_segments: int = 1  # segments that one backward pass goes through
 
 
 class MixerFlops(NamedTuple):
-    """FLOPs of a layer's mixer for one segment of one lane."""
+    """FLOPs of a layer's mixer for one segment of one lane; a backward pass: 2 forward - saved."""
 
     forward: Mapping[str, float]  # by part
-    saved: float = 0.0  # of twice the forward pass, by what needs no gradient
-    repeated: float = 0.0  # by selective checkpointing
+    saved: float = 0.0  # that the backward pass saves where nothing needs a gradient
+    repeated: float = 0.0  # that selective checkpointing computes again
 
 
 class Kept(NamedTuple):
@@ -96,22 +98,22 @@ class LayerBytes(NamedTuple):
 
 
 class Mixer:
-    """The facts of one kind; a kind without rows of its own says what it carries by `states`."""
+    """The facts of one kind of layer; a kind that does not read rows carries its `states`."""
 
-    title: ClassVar[str]  # in reports and cards
-    module: ClassVar[str]  # the class in `module.py`
+    title: ClassVar[str]  # its name in reports and cards
+    module: ClassVar[str]  # the name of the class in `module.py`
     has_rows: ClassVar[bool] = False  # reads the layer's remembered inputs, as attention does
-    settings: ClassVar[type | None] = None  # of `model.mixers.KIND`
+    settings: ClassVar[type | None] = None  # the dataclass of `model.mixers.KIND`
 
     def __init__(self, kind: str, package: str = "", distribution: str = "") -> None:
-        """`distribution`: name and version of the one that has the package; empty: this one."""
+        """`distribution`: name and version of the one that contains the package; empty: ours."""
         self.kind, self.package, self.distribution = kind, package, distribution
 
     def check(self, model: Any) -> None:
-        """Raise ConfigError if the kind does not go with the model's settings."""
+        """Raise ConfigError if the kind does not support the model's settings."""
 
     def states(self, model: Any) -> tuple[LanePart, ...]:
-        """Return what a lane carries of fixed size, in the order of the module's arguments."""
+        """Return the parts of fixed size that a lane carries, in the order of module arguments."""
         return ()
 
     def weights(self, model: Any) -> Mapping[str, Weight]:
@@ -119,11 +121,11 @@ class Mixer:
         raise NotImplementedError
 
     def flops(self, model: Any, segment: SegmentSize) -> MixerFlops:
-        """Return products of matrices, which `FlopCounterMode` counts."""
+        """Return the FLOPs of products of matrices, as `FlopCounterMode` counts them."""
         raise NotImplementedError
 
     def kept(self, model: Any, tokens: int) -> Kept:
-        """Return what is kept of a segment, but for tensors of a number per head or token."""
+        """Return the elements kept for a segment, except tensors of a number per head or token."""
         raise NotImplementedError
 
     def kept_bytes(self, model: Any, engine: Any, segment: SegmentSize, on_gpu: bool) -> LayerBytes:
@@ -132,19 +134,19 @@ class Mixer:
         kept = self.kept(model, segment.tokens)
         exact = max(width, EXACT_BYTES) * segment.lanes * kept.exact
         rows = width * (segment.lanes * kept.activations + kept.shared)
-        # What is exact is freed as its gradients come.
+        # Exact elements are freed as their gradients are computed, so these need no bytes besides.
         return LayerBytes(rows + exact, exact, width * kept.shared)
 
     def memory_text(self, model: Any) -> str:
-        """Return what is carried from segment to segment, as a sentence without its end."""
+        """Return what is carried from segment to segment, as a sentence without a full stop."""
         return f"{self.title} carries a state of fixed size"
 
     def paths(self, model: Any, engine: Any) -> Sequence[str]:
-        """Return how a GPU computes it, and why not faster, a line for each choice."""
+        """Return how a GPU computes the mixer, and why not faster, one line per choice."""
         return ()
 
     def environment(self, model: Any, engine: Any, on_gpu: bool) -> Mapping[str, str]:
-        """Return what the bits of its results depend on besides settings, by name."""
+        """Return what the bits of the results depend on besides settings: name -> value."""
         return {}
 
 

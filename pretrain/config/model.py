@@ -1,8 +1,8 @@
 """Every setting of a model, and which combinations are errors. Torch-free.
 
-First the settings, of all sections, that are one of several names. Between two names the code
-compares. Among more, a `match` ends in `assert_never`, so that pyright shows each one that does not
-handle a new name, or a table has an entry for each. CONTRIBUTING.md walks through adding one.
+The settings of all sections that are one of several names come first. Between two names the code
+compares. For more, a `match` ends in `assert_never`, so that pyright reports a new name that is not
+handled, or a table has an entry for each name. CONTRIBUTING.md walks through adding a name.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "sdpa", "atomic", "plain"]
 ExportFormat = Literal["own", "huggingface"]
 ProbeName = Literal["needle", "copy", "position", "attention"]
-# Settings of training alone; and of the memory, which evaluation may choose, too.
-_NO_FUNCTION = (
+# Settings that only training uses, and settings of the memory, for which evaluation has its own.
+_TRAINING_OR_MEMORY = (
     "dropout", "attention_dropout", "z_loss", "init_std", "memory_length", "rope_extension",
 )  # fmt: skip
 T5_BUCKETS, T5_MAX_DISTANCE = 32, 128  # Raffel et al. 2020
 PROJECTION_INIT_STD = 0.01  # the paper's code
-DEFAULT_KIND = "attention"  # of layers
+DEFAULT_KIND = "attention"  # kind of all layers without `layer_kinds`
 GATED_MULTIPLE = 64  # the derived width of a gated layer is rounded up to this
 MOST_LAYERS = MOST_HEADS = 4096
 LARGEST_WIDTH = 1 << 16
@@ -49,16 +49,16 @@ LARGEST_WIDTH = 1 << 16
 class FeedForwardTraits:
     """What a feed-forward layer has, and what it keeps for its backward pass."""
 
-    is_gated: bool = False  # a third matrix, of the gate, and no biases
-    drops_first: bool = False  # dropout commutes with it, and keeps no tensor more before it
-    inner_tensors: int  # of the inner width that are kept
+    is_gated: bool = False  # it has a third matrix, for the gate, and no biases
+    drops_first: bool = False  # dropout comes before the activation: same result, one tensor less
+    inner_tensors: int  # tensors of the inner width that are kept
 
 
-# What costs follow from; `pretrain.model.feed_forward` computes it.
+# Costs follow from these facts; `pretrain.model.feed_forward` computes the layers.
 FEED_FORWARDS: Mapping[FeedForwardKind, FeedForwardTraits] = {
     "relu": FeedForwardTraits(inner_tensors=1, drops_first=True),  # its output
     "relu2": FeedForwardTraits(inner_tensors=2),  # relu's output, and its square
-    "gelu": FeedForwardTraits(inner_tensors=2),  # its input, too
+    "gelu": FeedForwardTraits(inner_tensors=2),  # its input and its output
     # both factors, the gate before its activation, the product
     "swiglu": FeedForwardTraits(is_gated=True, inner_tensors=4),
 }
@@ -66,15 +66,15 @@ FEED_FORWARDS: Mapping[FeedForwardKind, FeedForwardTraits] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PositionTraits:
-    """How attention sees distances."""
+    """How attention encodes distances."""
 
-    projects_encodings: bool = False  # W_R, u and v: a third product of each query and key
-    rotates: bool = False  # queries and keys
-    adds_bias: bool = False  # to the scores, per distance and head
-    learns_bias: bool = False  # in buckets of distances
+    projects_encodings: bool = False  # has W_R, u and v: a third product for each query and key
+    rotates: bool = False  # rotates queries and keys
+    adds_bias: bool = False  # adds a number per distance and head to the scores
+    learns_bias: bool = False  # learns this number, for buckets of distances
 
 
-# What costs and attention follow from; `pretrain.model.positions` computes it.
+# Costs and attention follow from these facts; `pretrain.model.positions` computes the encodings.
 POSITIONS: Mapping[Positions, PositionTraits] = {
     "relative": PositionTraits(projects_encodings=True),
     "rope": PositionTraits(rotates=True),
@@ -91,7 +91,7 @@ class ModelConfig:
     """
 
     vocab_size: int = setting(0, Range(0, LARGEST_VOCABULARY), unit="tokens")
-    """Size of the vocabulary where there is no corpus yet; a corpus decides; 0: not known."""
+    """Size of the vocabulary while there is no corpus, which decides it later; 0: not known."""
     num_layers: int = setting(4, Range(1, MOST_LAYERS), unit="layers")
     """Transformer layers."""
     layer_kinds: tuple[str, ...] = ()
@@ -103,31 +103,31 @@ class ModelConfig:
     num_heads: int = setting(4, Range(1, MOST_HEADS), unit="heads")
     """Attention heads of each layer."""
     num_key_heads: int = setting(0, Range(0, MOST_HEADS), unit="heads")
-    """Heads of keys and values, for grouped-query attention; 0: as many as `num_heads`."""
+    """Heads of keys and values, for grouped-query attention; 0: `num_heads`."""
     d_head: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
     """Width of a head; 0: `d_model` divided by `num_heads`."""
     d_inner: int = setting(0, Range(0, 16 * LARGEST_WIDTH), unit="channels")
-    """Width of the feed-forward layer; 0: 4 `d_model`, or 8/3 for swiglu, with its third matrix."""
+    """Width of the feed-forward layer; 0: 4 `d_model`, or 8/3 for swiglu, which has 3 matrices."""
     d_embed: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
     """Width of the embedding, which a projection maps to `d_model`; 0: `d_model`, no projection."""
     memory_length: int | tuple[int, ...] = setting(128, Range(0, MOST_ROWS), unit="tokens")
     """Earlier hidden states that each layer attends to in training; 0: none; a list is repeated."""
     compressed_length: int = setting(0, Range(0, MOST_ROWS), unit="rows")
-    """Compressed memory, older than the memory; 0: none."""
+    """Rows of compressed memory, which holds what has left the memory; 0: none."""
     compression_rate: int = setting(3, Range(1, MOST_ROWS), unit="rows")
     """How many states that leave the memory become one row of compressed memory (c)."""
     memory_tokens: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
-    """Tokens that a segment reads from the one before, and as many that it writes; 0: none."""
+    """Memory tokens: each segment reads the previous one's and writes its own; 0: none."""
     positions: Positions = "relative"
     """How attention encodes distances; relative is the paper's."""
     rope_extension: RopeExtension = "none"
-    """How evaluation with more keys than training had stretches the angles of `positions: rope`."""
+    """How `positions: rope` changes its angles where evaluation has more keys than training."""
     query_key_norm: bool = False
     """Normalize queries and keys within each head."""
     softmax_scaling: SoftmaxScaling = "none"
-    """What multiplies queries; log_length: a number per head times the logarithm of keys seen."""
+    """Factor of queries; log_length: a learned number per head times the log of keys seen."""
     attention_sinks: bool = False
-    """Learn a score per head that takes part of the attention and reads nothing, at first 0."""
+    """Learn a score per head, at first 0, that takes attention from the keys and reads nothing."""
     feed_forward: FeedForwardKind = "relu"
     """Activation of the feed-forward layer."""
     norm: NormKind = "layernorm"
@@ -137,9 +137,9 @@ class ModelConfig:
     untie_biases: bool = False
     """Learn the biases u and v per layer instead of sharing them."""
     same_length: bool = False
-    """Let every query attend to exactly as many keys as its layer's `memory_length`."""
+    """Let every query attend to the same number of keys, its layer's `memory_length`."""
     clamp_length: int = setting(0, Range(0, MOST_ROWS), unit="tokens")
-    """Distance from which on all share one encoding; 0: none."""
+    """Largest distance with its own encoding, which larger ones share; 0: no limit."""
     isolate_documents: bool = False
     """Attend to nothing before the document's start, in the segment or in memory."""
     dropout: float = setting(0.0, Range(0, 1, below=True))
@@ -151,7 +151,7 @@ class ModelConfig:
     cutoffs: tuple[int, ...] = setting((), Range(1, LARGEST_VOCABULARY), unit="tokens")
     """First token of each tail cluster of an adaptive softmax; []: a full softmax."""
     div_val: int = setting(1, Range(1, LARGEST_WIDTH), unit="times")
-    """Factor by which each cluster of an adaptive embedding is narrower than the one before."""
+    """How many times narrower each cluster of an adaptive embedding is than the previous one."""
     tie_projections: tuple[bool, ...] = ()
     """Whether output clusters use the embedding's projections, shortlist first; []: none does."""
     z_loss: float = setting(0.0, Range(0, 1))
@@ -159,7 +159,7 @@ class ModelConfig:
     init_std: float = setting(0.02, Range(1e-6, 10))
     """Standard deviation of initial weights."""
     base_width: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
-    """Narrower `d_model` for which rate, decay and initial weights hold (muP); 0: this one."""
+    """Narrower `d_model` for which rate, decay and `init_std` were chosen (muP); 0: this one."""
 
     def __post_init__(self) -> None:
         check_ranges("model.", self)
@@ -205,7 +205,7 @@ class ModelConfig:
         if self.same_length and self.memory_tokens:
             raise ConfigError(
                 f"model.memory_tokens={self.memory_tokens} are out of sight of most queries with "
-                "model.same_length, which shows each memory_length keys; remove one of them"
+                "model.same_length, which shows each only memory_length keys; remove one of them"
             )
         if self.same_length and not min(self.attended_lengths):
             raise ConfigError(
@@ -275,9 +275,11 @@ class ModelConfig:
     def function_settings(self) -> dict[str, Any]:
         """Return the settings that decide what given weights compute, with derived widths.
 
-        Not among them: what only training uses, and how much is remembered.
+        Settings that only training uses and lengths of the memory are not among them.
         """
-        settings = {name: value for name, value in vars(self).items() if name not in _NO_FUNCTION}
+        settings = {
+            name: value for name, value in vars(self).items() if name not in _TRAINING_OR_MEMORY
+        }
         settings |= {"num_key_heads": self.key_heads, "d_head": self.head_width}
         is_default = set(self.kinds) == {DEFAULT_KIND}
         settings["layer_kinds"] = () if is_default else self.kinds
@@ -295,8 +297,8 @@ class ModelConfig:
     def memory_lengths(self, longest: int | None = None) -> tuple[int, ...]:
         """Return the memory length of each layer, lowest first.
 
-        `longest` replaces that of the layers that remember the most; no other layer gets more than
-        it has. Of a layer without rows it means nothing, and is at most the longest.
+        `longest` replaces the length of the layers that remember the most; others keep theirs, but
+        at most `longest`. The length of a layer without rows means nothing.
         """
         most = self.longest_memory
         longest = most if longest is None else longest
@@ -304,11 +306,11 @@ class ModelConfig:
         return tuple(longest if length >= most else min(length, longest) for length in lengths)
 
     def most_keys(self, longest_memory: int, segment_length: int) -> int:
-        """Return how many keys the queries of such segments see when the memory is full."""
+        """Return how many keys the queries of a segment see when the memory is full."""
         return longest_memory + self.compressed_length + self.read_tokens(segment_length)
 
     def read_tokens(self, segment_length: int) -> int:
-        """Return how many tokens layers read of such a segment: its own, and memory tokens."""
+        """Return how many tokens layers read with a segment: its own and both memory tokens."""
         return segment_length + 2 * self.memory_tokens
 
     @property
@@ -323,7 +325,7 @@ class ModelConfig:
 
     @property
     def attended_lengths(self) -> tuple[int, ...]:
-        """The lengths of layers that read remembered rows; of all layers if none does."""
+        """The memory lengths of layers that read remembered rows; of all layers if none does."""
         lengths = self._memory_pattern * (self.num_layers // len(self._memory_pattern))
         attended = (length for i, length in enumerate(lengths) if self.mixer(i).has_rows)
         return tuple(attended) or lengths
@@ -356,7 +358,7 @@ class ModelConfig:
         return [mixer_facts(kind) for kind in dict.fromkeys(self.kinds)]
 
     def mixer_settings(self, kind: str) -> Any:
-        """Return what `mixers` says of a kind, as the settings of its facts."""
+        """Return a kind's settings in `mixers`, as its `Mixer.settings`; None if that is None."""
         schema, given = mixer_facts(kind).settings, self.mixers.get(kind, {})
         defaults = {entry.name: entry.default for entry in fields(schema)} if schema else {}
         for name, value in given.items():
@@ -365,7 +367,7 @@ class ModelConfig:
             is_same = isinstance(value, types) and isinstance(value, bool) == (types is bool)
             if name not in defaults or not is_same:
                 raise ConfigError(
-                    f"model.mixers.{kind}.{name}={shown(value)}: expected a setting as {defaults}"
+                    f"model.mixers.{kind}.{name}={shown(value)}: expected one as in {defaults}"
                 )
         if schema is None:
             return None
@@ -405,24 +407,24 @@ class ModelConfig:
     def width_multiplier(self) -> float:
         """How much wider than the base of muP the model is (m); 1 without a base.
 
-        The base has this model's shape, with every width in proportion except that of a head, of
-        which a wider model has more, and of an embedding that is set.
+        All widths of the base are smaller by this factor, except the width of a head (a wider model
+        has more heads) and a `d_embed` that is set.
         """
         return self.d_model / self.base_width if self.base_width else 1.0
 
     @property
     def embedding_grows(self) -> bool:
-        """Whether the embedding is wider where the model is."""
+        """Whether a wider model has a wider embedding."""
         return not self.d_embed
 
     @property
     def matrix_init_std(self) -> float:
-        """Of a matrix from hidden channels to hidden channels: its variance falls with fan-in."""
+        """Initial std of a matrix from hidden to hidden channels; falls with the fan-in's root."""
         return self.init_std / math.sqrt(self.width_multiplier)
 
     @property
     def projection_std(self) -> float:
-        """Of projections of embedding and softmax."""
+        """Initial std of the projections of embedding and softmax."""
         growth = self.width_multiplier if self.embedding_grows else 1.0
         return PROJECTION_INIT_STD / math.sqrt(growth)
 

@@ -37,7 +37,7 @@ def phase_at(run: RunConfig, step: int) -> int:
 
 
 def settings_at(run: RunConfig, step: int, changes: Sequence[SettingChange]) -> RunConfig:
-    """Return the run, whose settings `changes` led to, oldest first, as it was at `step`."""
+    """Return the run as it was at `step`, before the later `changes`, which are oldest first."""
     if not changes:
         return run
     tree = to_tree(run)
@@ -63,7 +63,7 @@ def run_at(run: RunConfig, step: int, changes: Sequence[SettingChange] = ()) -> 
 
 
 def mixture_setting(run: RunConfig, step: int) -> str:
-    """Return the name of the setting that the mixture of a step is from."""
+    """Return the name of the setting that gives the mixture at a step."""
     phases = run.data.phases[: phase_at(run, step)]
     numbers = [number for number, phase in enumerate(phases) if phase.mixture]
     return f"data.phases.{numbers[-1]}.mixture" if numbers else "data.mixture"
@@ -75,7 +75,7 @@ def runs_of_phases(run: RunConfig) -> list[RunConfig]:
 
 
 def spans_of_phases(run: RunConfig, steps: range) -> list[tuple[RunConfig, int]]:
-    """Return the run in each phase with some of these updates, counted from 0, and how many."""
+    """Return the phases that make some of these updates (counted from 0), and how many each."""
     borders = [0, *(phase.from_step for phase in run.data.phases), steps.stop]
     spans = [
         range(max(start, steps.start), min(stop, steps.stop)) for start, stop in pairwise(borders)
@@ -102,12 +102,12 @@ def restarts_lanes(run: RunConfig, step: int) -> bool:
 
 
 def first_step_at(run: RunConfig, step: int) -> int:
-    """Return the number of updates before the phase."""
+    """Return the number of updates before the phase that `step` is in."""
     return max((phase.from_step for phase in run.data.phases if phase.from_step <= step), default=0)
 
 
 def lane_seed_at(run: RunConfig, step: int) -> int:
-    """Return the seed of the lanes' order: the run's, plus the phase's number that started them."""
+    """Return the seed of the lanes' order: the run's, plus the number of the lanes' first phase."""
     numbered = enumerate(run.data.phases[: phase_at(run, step)], start=1)
     return run.seed + max((number for number, phase in numbered if phase.restarts_lanes), default=0)
 

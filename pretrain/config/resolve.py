@@ -17,7 +17,7 @@ from pretrain.config.run import RunConfig
 def resolve(config: RunConfig) -> RunConfig:
     """Return the run with its vocabulary size; UserError if it cannot train on the corpus.
 
-    Reads no shard: every rank does this for all lanes, and reads its own later.
+    Reads no shard, as every rank calls this for all lanes and later reads only its own.
     """
     # Imported late: commands that only estimate costs need no numpy.
     from data_pipeline.corpora.corpus_identity import tokenizer_of
@@ -36,7 +36,7 @@ def resolve(config: RunConfig) -> RunConfig:
     with named_setting("data.path"):
         read_manifest(config.data.directory() / VALIDATION)
     splits_of_sets(config)
-    # The same in all corpora. Settings that say another one are of a model without this corpus.
+    # All corpora have the same tokenizer. Its size replaces any that the settings give.
     size = tokenizer_of(corpus.tokenizer_directory.parent).vocab_size
     return replace(config, model=replace(config.model, vocab_size=size))
 
@@ -44,7 +44,7 @@ def resolve(config: RunConfig) -> RunConfig:
 def resolve_if_built(config: RunConfig) -> RunConfig:
     """Return what `resolve` does, if the corpus is there or a mixture is named.
 
-    Otherwise what `with_vocabulary` does: costs can be estimated before a corpus is built.
+    Otherwise return what `with_vocabulary` does: costs can be estimated before a corpus is built.
     """
     path = config.data.path
     is_there = url_of(path) is not None or (path / "train" / MANIFEST_NAME).is_file()
@@ -54,9 +54,9 @@ def resolve_if_built(config: RunConfig) -> RunConfig:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """Return the run with the vocabulary size of its corpus, or without one of its settings.
+    """Return the run with the vocabulary size of its corpus; without a corpus, of its settings.
 
-    Raises ConfigError if neither has it. Unlike `resolve` it reads one file and checks nothing.
+    Raises ConfigError if neither has a size. Unlike `resolve`, reads one file and checks nothing.
     """
     if config.model.vocab_size and not (config.data.path / "train" / MANIFEST_NAME).is_file():
         return config
@@ -70,7 +70,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
 
 
 def with_precision(config: RunConfig, best: Precision) -> RunConfig:
-    """Return the run with the precision that `auto` stands for where `best` is the best one."""
+    """Return the run with `best`, the best precision of its device, instead of `auto`."""
     precision = best if config.engine.precision == "auto" else config.engine.precision
     return replace(config, engine=replace(config.engine, precision=precision))
 

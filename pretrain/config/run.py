@@ -27,7 +27,7 @@ from pretrain.config.model import ModelConfig, OptimizerName, ScheduleShape
 from pretrain.config.other_names import OTHER_NAMES
 
 MOST_SEGMENTS = 4096
-LEAST_SCORED_TOKENS = 100_000  # by the last evaluation, which tables quote
+LEAST_SCORED_TOKENS = 100_000  # scored at least by the last evaluation, whose losses tables quote
 # Settings and sections that a resume may not change -> why.
 _FIXED = {
     "name": "a run keeps its name",
@@ -37,13 +37,13 @@ _FIXED = {
     "data.mixture": "give data.phases another one from a step on",
     "data.lanes": "give data.phases other ones from a step on",
     "data.segment_length": "give data.phases another one from a step on",
-    "optim.name": "the optimizer's state is of this one",
-    "optim.gradient_segments": "cursors and rewinds count in steps of these",
+    "optim.name": "the saved state belongs to this optimizer",
+    "optim.gradient_segments": "cursors and rewinds count steps of this length",
     "optim.ema_decay": "the average has been kept with it",
-    "engine.kind": "another engine rounds otherwise",
+    "engine.kind": "another engine rounds differently",
 }
-# Sections whose changes hold from a step on: the updates before are made with the old settings,
-# also when they are made again.
+# Sections whose changes by a resume hold from its step on: earlier updates keep the old settings,
+# also when the run makes them again.
 OF_UPDATES = ("optim.", "recovery.")
 
 
@@ -56,7 +56,7 @@ class ScheduleConfig:
     warmup_steps: int = setting(0, Range(0, MOST), unit="steps")
     """Linear warm-up of the learning rate from zero."""
     decay_steps: int = setting(0, Range(0, MOST), unit="steps")
-    """Length of wsd's final decay; 0: a fifth of the run, or what warm-up leaves of it."""
+    """Length of wsd's final decay; 0: a fifth of the run, at most all steps after warm-up."""
     final_fraction: float = setting(0.0, Range(0, 1))
     """Learning rate at the end, as a fraction of the peak."""
 
@@ -83,7 +83,7 @@ class OptimConfig:
     clip_norm: float = setting(0.25, Range(0, MOST))
     """Largest norm of a gradient; larger ones are scaled down to it; 0: no clipping."""
     gradient_segments: int = setting(1, Range(1, MOST_SEGMENTS), unit="segments")
-    """Segments of each lane in a step; through memory, later ones teach earlier; 1: the paper's."""
+    """Segments of a lane in a step, between which gradients flow through memory; 1: the paper's."""
     ema_decay: float = setting(0.0, Range(0, 1, below=True))
     """Decay of an exponential moving average of the weights, say 0.999; 0: none."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -94,7 +94,7 @@ class OptimConfig:
         if self.schedule.warmup_steps > self.steps:
             raise ConfigError(
                 f"optim.schedule.warmup_steps={self.schedule.warmup_steps} is longer than "
-                f"optim.steps={self.steps}, which includes it; set it too, such as "
+                f"optim.steps={self.steps}, which includes warm-up; set a shorter one, such as "
                 f"optim.schedule.warmup_steps={self.steps // 20}"
             )
         left = self.steps - self.schedule.warmup_steps
@@ -154,11 +154,11 @@ class DataConfig:
     """Which corpus, in how many lanes. A segment is `lanes` rows of `segment_length` tokens."""
 
     path: Path = Path("data")
-    """Corpus: directory (relative: to the working directory), or URL uploaded to; it may move."""
+    """Corpus: its directory (relative to the working directory) or URL; a resume may change it."""
     manifest_hashes: tuple[str, ...] = ()
-    """Each corpus trained on must have one of these: `data-pipeline inspect` shows it; []: any."""
+    """Hashes, one of which each corpus must have; `data-pipeline inspect` shows them; []: any."""
     mixture: tuple[MixturePart, ...] = ()
-    """Corpora to train on instead; tokenizer and validation split remain those of `path`."""
+    """Corpora to train on instead of `path`, which still gives tokenizer and validation split."""
     lanes: int = setting(16, Range(1, MOST_LANES), unit="lanes")
     """Streams of text read side by side over all ranks: the rows of a batch."""
     segment_length: int = setting(64, Range(1, MOST_ROWS), unit="tokens")
@@ -171,13 +171,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_ranges("data.", self)
         require_no_secrets("data.path", self.path)
-        for each in self.manifest_hashes:
-            require_hash("data.manifest_hashes", each, "`data-pipeline inspect`")
+        for sha256 in self.manifest_hashes:
+            require_hash("data.manifest_hashes", sha256, "`data-pipeline inspect`")
         steps = [phase.from_step for phase in self.phases]
         if sorted(set(steps)) != steps:
             raise ConfigError(
-                f"data.phases start at the steps {steps}; expected each to start after the one "
-                "before"
+                f"data.phases start at the steps {steps}; expected each to start after the previous"
             )
 
     @property
@@ -188,8 +187,8 @@ class DataConfig:
     def directory(self) -> Path:
         """Return where to read the corpus: `path`, or this node's cache of a URL.
 
-        Fetches the manifests and the tokenizer of a URL. DataError unless it has one of
-        `manifest_hashes`, if there are any.
+        Fetches the manifests and the tokenizer of a URL. DataError if there are `manifest_hashes`
+        and the corpus has none of them.
         """
         if url_of(self.path) is None and not self.manifest_hashes:
             return self.path
@@ -209,7 +208,7 @@ class RecoveryConfig:
     """
 
     skip_grad_norm: float = setting(0.0, Range(0, MOST))
-    """Skip steps whose gradient has a larger norm; 0: only non-finite ones."""
+    """Skip steps whose gradient has a larger norm; 0: only those with a non-finite norm."""
     spike_threshold: float = setting(8.0, Range(0.1, 1e6, zero=True))
     """Robust standard deviations above the median that make a loss anomalous; 0: recovery off."""
     max_rewinds: int = setting(3, Range(0, 1_000_000), unit="rewinds")
@@ -230,15 +229,15 @@ class CheckpointConfig:
     keep_last: int = setting(3, Range(1, MOST), unit="checkpoints")
     """Latest checkpoints that are kept."""
     keep_every: int = setting(0, Range(0, MOST), unit="steps")
-    """Keep also every checkpoint whose step is a multiple of it; 0: none."""
+    """Keep also every checkpoint whose step is a multiple of this; 0: none."""
     storage_patience_seconds: float = setting(1800.0, Range(0, 1e7), unit="seconds")
     """How long to train on and retry while the run directory cannot be written; 0: stop at once."""
     local: Path | None = None
-    """Absolute path on each node's own disk, for checkpoints between those of interval."""
+    """Absolute path on each node's own disk, for local checkpoints between the others."""
     local_interval: int = setting(50, Range(1, MOST), unit="steps")
-    """Steps between two checkpoints there, below interval."""
+    """Steps between two local checkpoints; below `interval`."""
     mirror: str = ""
-    """Object store (such as s3://BUCKET/runs): checkpoints are uploaded to NAME in it; "": none."""
+    """Object store (s3://BUCKET/runs): checkpoints are uploaded below the run's name; "": none."""
 
     def __post_init__(self) -> None:
         check_ranges("checkpoint.", self)
@@ -265,9 +264,9 @@ class EvaluationConfig:
     interval: int = setting(200, Range(0, MOST), unit="steps")
     """Steps between two evaluations; 0: only at the end."""
     lanes: int = setting(8, Range(1, MOST_LANES), unit="lanes")
-    """Streams of whole documents that share the validation split, over all ranks."""
+    """Streams that read the documents of the validation split side by side, over all ranks."""
     max_tokens: int = setting(100_000, Range(0, MOST), unit="tokens")
-    """Tokens to score, in heads of documents; 0: the whole split; the last: 100,000 or more."""
+    """Tokens to score, at starts of documents; 0: all; the last evaluation: 100,000 or more."""
     sets: dict[str, Path] = field(default_factory=dict)
     """Corpora whose validation loss is measured as well, under these names: {name: path}."""
     tasks: tuple[str, ...] = ()
@@ -276,7 +275,7 @@ class EvaluationConfig:
     """Examples of each task; 0: all."""
 
     def scored_tokens(self, is_last: bool) -> int:
-        """Return how many tokens an evaluation scores at most, 0 for all; the last is quoted."""
+        """Return the most tokens that an evaluation scores; 0: all. Tables quote the last one."""
         fewest = LEAST_SCORED_TOKENS if is_last and self.max_tokens else 0
         return max(self.max_tokens, fewest)
 
@@ -391,7 +390,7 @@ def lanes_of_rank(run: RunConfig, rank: int, world_size: int) -> range:
 
 
 def accumulation_steps(run: RunConfig, world_size: int) -> int:
-    """Return the forward passes per step: slots, fixed groups of lanes with their own memory."""
+    """Return how many slots a rank has: fixed groups of lanes, each with its own memory."""
     per_rank = len(lanes_of_rank(run, 0, world_size))
     micro = min(run.engine.micro_batch_lanes or per_rank, per_rank)
     if per_rank % micro:
