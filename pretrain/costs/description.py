@@ -33,7 +33,8 @@ from pretrain.costs.run_time import (
 )
 from pretrain.terminal.text import counted, si, step_time
 
-LAUNCH_BOUND_SECONDS = 0.01  # a step starts thousands of kernels, some microseconds each
+# A GPU needs about this long to start a step's kernels: thousands, some microseconds each.
+LAUNCH_BOUND_SECONDS = 0.01
 
 
 def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) -> Answer:
@@ -134,7 +135,7 @@ def _flops_lines(flops: Flops, parameters: Parameters) -> list[str]:
     off = f"would be off by {six_nd / flops.training - 1:+.0%}"
     return [
         _row("FLOPs per token", _flop(flops.training), passes),
-        *(_row(_part(name), _flop(each)) for name, each in flops.parts.items() if each),
+        *(_row(_part(name), _flop(count)) for name, count in flops.parts.items() if count),
         _row("  6N", _flop(six_nd), off),
     ]
 
@@ -143,29 +144,31 @@ def _part(name: str) -> str:
     return f"  {name.replace('_', '-')}"
 
 
-def _memory_lines(run: RunConfig, hardware: Hardware, found: Footprint) -> list[str]:
+def _memory_lines(run: RunConfig, hardware: Hardware, footprint: Footprint) -> list[str]:
     world_size, capacity = hardware.world_size, hardware.usable_memory
-    kept = found.run.checkpoint.keep_last
-    micro = largest_micro_batch(found.run, world_size, capacity, hardware.on_gpu)
-    if fits := found.device <= capacity:
+    kept = footprint.run.checkpoint.keep_last
+    micro = largest_micro_batch(footprint.run, world_size, capacity, hardware.on_gpu)
+    if fits := footprint.device <= capacity:
         words = f"fits in {_gib(capacity)}; the largest micro-batch that fits is "
         words += counted(micro, "lane")
     else:
         words = f"DOES NOT FIT in {_gib(capacity)}"
-    of_checkpoint = f"({kept} kept, one being written: {_gib(found.disk)} of disk)"
+    of_checkpoint = f"({kept} kept, one being written: {_gib(footprint.disk)} of disk)"
     name = "device memory" if hardware.on_gpu else "host memory"
-    lines = [_row(name, _gib(found.device), f"per rank, {words}")]
+    lines = [_row(name, _gib(footprint.device), f"per rank, {words}")]
     if not hardware.on_gpu:
         words = "not counted: Python, PyTorch and the engine take 0.5 to 1 GiB more"
         lines.append(_row("  runtime", "-", words))
-    lines += [_row(f"  {part}", _gib(size)) for part, size in found.parts.items() if size]
-    if found.offloaded:
-        lines.append(_row("host memory", _gib(found.offloaded), "per rank, for what is offloaded"))
+    lines += [_row(f"  {part}", _gib(size)) for part, size in footprint.parts.items() if size]
+    if footprint.offloaded:
+        lines.append(
+            _row("host memory", _gib(footprint.offloaded), "per rank, for what is offloaded")
+        )
     if not fits:
         lines.append(_row("  to fit", "", advice(run, world_size, capacity, hardware.on_gpu)))
-    lines.append(_row("checkpoint", _gib(found.checkpoint), of_checkpoint))
-    if found.copy:
-        lines.append(_row("  copy", _gib(found.copy), "of host memory per rank, while saving"))
+    lines.append(_row("checkpoint", _gib(footprint.checkpoint), of_checkpoint))
+    if footprint.copy:
+        lines.append(_row("  copy", _gib(footprint.copy), "of host memory per rank, while saving"))
     return lines
 
 
@@ -222,7 +225,7 @@ def _evaluation_line(config: RunConfig, time: RunTime) -> str:
 
 
 def _scored_text(config: RunConfig) -> str:
-    """Return what the last evaluation scores; '' of a split that is not here."""
+    """Return what the last evaluation scores; '' if the split is not on this machine."""
     if (split := split_here(config.data.path)) is None:
         return ""
     corpus, tokens = Corpus.open(split), config.evaluation.scored_tokens(is_last=True)
@@ -234,7 +237,7 @@ def _scored_text(config: RunConfig) -> str:
 
 
 def _failure_lines(config: RunConfig, hardware: Hardware, step_seconds: float) -> list[str]:
-    """Return what failures cost; none if it is not known how often nodes fail."""
+    """Return what failures cost; nothing if it is not known how often nodes fail."""
     node, costs = hardware.node, failure_costs(config, hardware)
     if node is None or costs is None:
         return []

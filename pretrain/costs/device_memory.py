@@ -1,15 +1,15 @@
 """What a run occupies: memory of a rank's device by part and of its host, and disk. Torch-free.
 
 P parameters, R ranks, w bytes of a weight; gradients are summed over the ranks in float32.
-DeepSpeed 0.19.8 decides by stage, precision and offloading. Tests compare these functions with the
-optimizer that results and with the bytes of real steps:
+DeepSpeed 0.19.8 chooses an optimizer by stage, precision and offloading. Tests compare these
+functions with the optimizer that it chooses and with the bytes of real steps:
 
-    optimizer                      gradients in the backward pass      they are summed
-    (none), FP16_UnfusedOptimizer  w P come while activations go       after it
-    BF16_Optimizer                 4 P; 2 P come, until the update     after it
-    DeepSpeedZeroOptimizer         stage 1: 4 P come                   after it, with 4 P / R
-    DeepSpeedZeroOptimizer         stage 2: 4 P / R                    bucket by bucket in it
-    DeepSpeedZeroOptimizer_Stage3  4 P / R                             bucket by bucket in it
+    optimizer                      bytes of gradients                  summed over the ranks
+    (none), FP16_UnfusedOptimizer  w P, made in the backward pass      after the pass
+    BF16_Optimizer                 4 P; 2 P from pass to update        after the pass
+    DeepSpeedZeroOptimizer         stage 1: 4 P, made in the pass      after it, with 4 P / R more
+    DeepSpeedZeroOptimizer         stage 2: 4 P / R                    in the pass, in buckets
+    DeepSpeedZeroOptimizer_Stage3  4 P / R                             in the pass, in buckets
 
 On a GPU stages 2 and 3 sum a bucket on a stream of its own while the pass goes on (overlap_comm).
 """
@@ -38,11 +38,11 @@ from pretrain.costs.flops import (
 from pretrain.costs.hardware import GIB
 
 MASTER_BYTES = 4
-# Logits, their float32 softmax, its gradient; of z-loss another softmax and the sum of gradients.
+# Logits, their float32 softmax, its gradient; for z-loss also another softmax and a gradient sum.
 LOGIT_COPIES, LOGIT_COPIES_OF_Z_LOSS = 3, 5
-# Elements of a bucket at least: smaller sums take as long as this one on most networks.
+# Fewest elements of a bucket: on most networks, summing fewer takes as long.
 SMALLEST_BUCKET = 1 << 22
-COPIED = 500_000_000  # elements at most that stages 0 and 1 copy at a time, to sum them
+COPIED = 500_000_000  # most elements that stages 0 and 1 copy at a time, to sum them
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Buffers:
 
     before: float = 0.0
     after: float = 0.0
-    summing: float = 0.0  # after the pass only
+    summing: float = 0.0  # only while gradients are summed after the pass
     buckets: float = 0.0
-    offloaded: float = 0.0  # on the host, with the state that is
+    offloaded: float = 0.0  # on the host, together with the optimizer state offloaded there
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of a run in the phase that `run` describes, at its peak.
 
-    A rank's device on a CPU is its part of host memory.
+    On a CPU, a rank's device is its part of host memory.
     """
 
     run: RunConfig
@@ -69,7 +69,7 @@ class Footprint:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Of a rank's device, by what occupies it."""
+        """Bytes of a rank's device, by what occupies them."""
         segments = self.run.optim.gradient_segments
         # Gradients at the peak: the backward pass frees activations while gradients come.
         buffers = self._buffers
@@ -79,7 +79,8 @@ class Footprint:
         return {
             "weights": self._weights,
             "optimizer": self._optimizer,
-            # With segments a gradient is complete, and can be reduced, at the first segment's end.
+            # With several segments, stage 3 keeps all gradients until the first segment's backward
+            # pass, which comes last, has completed them.
             "gradients": max(before, after - self._activations - self._logits)
             + self._weight_bytes * self._parameters.total * (segments > 1 and self._stage == 3),
             "gradient buckets": self._buffers.buckets,
@@ -90,12 +91,12 @@ class Footprint:
 
     @property
     def device(self) -> float:
-        """Of a rank's device."""
+        """Bytes of a rank's device."""
         return sum(self.parts.values())
 
     @property
     def offloaded(self) -> float:
-        """Of a rank's host memory, for what its GPU offloads."""
+        """Bytes of a rank's host memory for what its GPU offloads."""
         if not self.on_gpu:
             return 0.0
         has_memories = self.run.engine.offload_memories
@@ -103,26 +104,26 @@ class Footprint:
 
     @property
     def host(self) -> float:
-        """Of a rank's host memory at its peak, besides the process itself; for a GPU."""
+        """Most bytes of a GPU rank's host memory at a time, besides the process itself."""
         is_drawn_on_device = self.on_gpu and self._stage == 3
         drawn = 0.0 if is_drawn_on_device else float(MASTER_BYTES * self._parameters.total)
-        if self._weight_bytes == 2 and self.on_gpu:  # the masters get their weights from these
+        if self._weight_bytes == 2 and self.on_gpu:  # masters are copied from them: both exist
             drawn += self._buffers.offloaded
         return max(drawn, self.offloaded + self.copy)
 
     @property
     def checkpoint(self) -> float:
-        """Of one checkpoint."""
+        """Bytes of one checkpoint."""
         return checkpoint_bytes(self.run)
 
     @property
     def copy(self) -> float:
-        """Of a rank's host memory while it saves in the background."""
+        """Bytes of a rank's host memory while it saves in the background."""
         return self.checkpoint / self.world_size if self.run.checkpoint.asynchronous else 0.0
 
     @property
     def disk(self) -> float:
-        """Of the checkpoints that are kept, and the one being written."""
+        """Bytes of the checkpoints that are kept, and of the one being written."""
         return (self.run.checkpoint.keep_last + 1) * self.checkpoint
 
     @cached_property
@@ -157,8 +158,8 @@ class Footprint:
         if self._stage == 1:
             summing = 4 * P / R + 4 * min(bucket, P / R)  # this rank's sums, a copy on its way
             return Buffers(after=4 * P, summing=summing, buckets=4 * bucket, offloaded=offloaded)
-        # A bucket is put together in the weights' type. One more copy, or two, are on their way: of
-        # all of it where it is summed to all ranks, else of one rank's part.
+        # A bucket is filled in the weights' type. While it is summed it is copied, 16-bit ones also
+        # to float32: all of it where sums overlap the pass, else one rank's part.
         overlaps = overlaps_reduction(run, self.on_gpu)
         several = w == 4 and accumulation_steps(run, R) > 1  # the sum so far, and the next
         copies = w + (4 if w != 4 else 0)
@@ -176,7 +177,7 @@ class Footprint:
         gathered = 2 * self._parameters.body / self.run.model.num_layers
         gathered += largest_parameter(self.run.model)
         if self.run.optim.gradient_segments > 1 and engine.activation_checkpointing != "full":
-            # DeepSpeed frees what it gathered for the last segment, and not for those before.
+            # DeepSpeed frees weights gathered for the last segment, but not for earlier ones.
             gathered = P
         # A second copy of the weights, sharded within a node.
         within = _given(self.run, "zero_hpz_partition_size")
@@ -207,18 +208,18 @@ class Footprint:
 
     def _recurrent_memory(self, is_offloaded: bool) -> float:
         of_one_lane, at_once = lane_bytes(self.run), pass_lanes(self.run, self.world_size)
-        # Between the segments of a step; kept for the backward pass.
+        # Memories between the segments of a step, kept for the backward pass.
         between = (self.run.optim.gradient_segments - 1) * of_one_lane * at_once
-        if is_offloaded and self.on_gpu:  # on a CPU, host memory is what is counted
+        if is_offloaded and self.on_gpu:  # a CPU's device memory is host memory
             return 3 * of_one_lane * at_once + between  # old, new, on its way to the host
         own = len(lanes_of_rank(self.run, 0, self.world_size))
         return 2 * of_one_lane * own + between  # old and new
 
     @property
     def _activations(self) -> float:
-        """What is kept for the backward pass, and what a layer of it needs beyond the logits.
+        """Bytes kept for the backward pass, and what a layer needs beyond the logits' bytes.
 
-        The logits' gradients are there first, and freed when the first layer begins.
+        The backward pass starts with the logits and frees their bytes before the first layer.
         """
         return self._kept + max(0.0, self._working - self._logits)
 
@@ -226,7 +227,7 @@ class Footprint:
     def _layers(self) -> list[LayerBytes]:
         model, lanes = self.run.model, pass_lanes(self.run, self.world_size)
         kinds = list(kinds_and_rows(model))
-        # Each kind once, because plans ask for thousands of settings.
+        # Compute each kind once, because plans ask for thousands of settings.
         by_kind = {kind: layer_bytes(self.run, lanes, self.on_gpu, *kind) for kind in set(kinds)}
         return [by_kind[kind] for kind in kinds]
 
@@ -235,7 +236,7 @@ class Footprint:
         """Activations at the end of the forward pass."""
         run, layers = self.run, self._layers
         segments = run.optim.gradient_segments
-        if run.engine.activation_checkpointing == "full":  # their inputs
+        if run.engine.activation_checkpointing == "full":  # keeps only the layers' inputs
             tokens = segments * pass_lanes(run, self.world_size)
             tokens *= run.model.read_tokens(run.data.segment_length)
             return float(len(layers) * tokens * run.model.d_model * self._weight_bytes)
@@ -247,7 +248,7 @@ class Footprint:
 
     @property
     def _working(self) -> float:
-        """What the backward pass of one layer needs besides, at most."""
+        """The most bytes that the backward pass of a layer needs besides what is kept."""
         runs_again = self.run.engine.activation_checkpointing == "full"
         return max(layer.kept * runs_again + layer.working for layer in self._layers)
 
@@ -307,11 +308,11 @@ def layer_bytes(run: RunConfig, lanes: int, on_gpu: bool, kind: str, memory: int
     queries = model.read_tokens(run.data.segment_length)
     tokens, d, has_dropout = queries * lanes, model.d_model, bool(model.dropout)
     segment = SegmentSize(lanes=lanes, tokens=queries, memory=memory)
-    # Input, its sum with what the mixer read, both norms (pre: of memory too).
+    # Input, its sum with the mixer's output, results of both norms (pre: also of memory).
     normed = tokens + lanes * memory * (model.norm_position == "pre" and mixer.has_rows)
     elements = (3 * tokens + normed) * d
-    # A GPU computes rms_norm from its input again, elsewhere torch keeps it before the gain (which
-    # memory gets in the projection).
+    # A GPU computes rms_norm again from its input; elsewhere torch also keeps the result before the
+    # gain. For memory, the projection applies the gain.
     if model.norm == "rmsnorm":
         elements += 2 * tokens * d * (not on_gpu)
     traits = FEED_FORWARDS[model.feed_forward]
@@ -330,7 +331,7 @@ def sharding_stage(run: RunConfig) -> int:
 
 
 def deepspeed_optimizer(run: RunConfig) -> str:
-    """Return the class that DeepSpeed wraps around our optimizer; empty if it does not."""
+    """Return the class that DeepSpeed wraps around our optimizer; empty if there is none."""
     stage, precision = sharding_stage(run), run.engine.number_format
     if stage == 3:
         return "DeepSpeedZeroOptimizer_Stage3"
@@ -352,9 +353,9 @@ def overlaps_reduction(run: RunConfig, on_gpu: bool) -> bool:
 def bucket_elements(run: RunConfig) -> int:
     """Return the size of a bucket: every parameter fits into it.
 
-    ZeRO-2 sums a larger parameter's gradient in place and lets go of it: on a GPU its memory could
-    get into use again while it is read. DeepSpeed's 500,000,000 would be 2 GB for each of up to
-    four buffers.
+    ZeRO-2 sums a larger parameter's gradient without a bucket and releases it early: a GPU could
+    reuse its memory while it is read. DeepSpeed's default of 500,000,000 would be 2 GB for each of
+    up to four buffers.
     """
     if given := _given(run, "reduce_bucket_size"):
         return int(given)
@@ -364,10 +365,10 @@ def bucket_elements(run: RunConfig) -> int:
 
 
 def _given(run: RunConfig, name: str) -> float:
-    """Return a number of zero_optimization; 0 if it is not given, or not one."""
+    """Return a number in `zero_optimization` of the run; 0 if it is missing or not a number."""
     zero = run.engine.deepspeed_extra.get("zero_optimization")
     given = zero.get(name) if isinstance(zero, Mapping) else None
-    return given if isinstance(given, (int, float)) else 0  # DeepSpeed takes 5e8, too
+    return given if isinstance(given, (int, float)) else 0  # DeepSpeed accepts floats such as 5e8
 
 
 def largest_parameter(model: ModelConfig) -> int:

@@ -18,13 +18,13 @@ from pretrain.costs.hardware import GIB
 # What a change costs, as a part of the time of a step: assumed, and only their order matters.
 # Checkpointing repeats the scores, or all of the forward pass: a third of a step's FLOPs.
 _COST_OF_CHECKPOINTING = {"none": 0.0, "selective": 0.08, "full": 0.33}
-# Stage 3 gathers the weights for each forward and backward pass: half as much traffic again.
+# By stage. Stage 3 gathers the weights for each forward and backward pass: 50 % more traffic.
 _COST_OF_STAGE = (0.0, 0.005, 0.01, 0.1)
-# Of twice the passes: each is smaller; from stage 2 on each exchanges gradients, too.
+# By stage, for twice the passes: smaller ones are slower; from stage 2 on each sums gradients.
 _COST_OF_PASSES = (0.01, 0.01, 0.02, 0.05)
 _COST_OF_OFFLOADED_MEMORIES = 0.02  # copied while other slots compute
 _COST_OF_OFFLOADED_OPTIMIZER = 0.5  # the CPU updates the weights
-_MOST_RANKS = 64  # up to 64 times more are tried where no setting helps
+_LARGEST_MULTIPLE = 64  # of the ranks, which is tried last where no setting helps
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Fitting:
     engine: EngineConfig
     changes: dict[str, Any]
     bytes: float  # of a rank's device
-    cost: float  # the part of a step's time that they are estimated to add
-    host_bytes: float  # of a rank, for what is offloaded
+    cost: float  # the part of a step's time that the changes are estimated to add
+    host_bytes: float  # of a rank's host memory, for what is offloaded
 
     @property
     def description(self) -> str:
@@ -50,7 +50,7 @@ def advice(run: RunConfig, world_size: int, capacity: float, on_gpu: bool) -> st
     if fit := cheapest_fit(run, world_size, capacity, on_gpu):
         return f"set {fit.description}"
     ranks = 2 * world_size
-    while ranks <= _MOST_RANKS * world_size:
+    while ranks <= _LARGEST_MULTIPLE * world_size:
         if fit := cheapest_fit(run, ranks, capacity, on_gpu):
             settings = f" with {fit.description}" if fit.changes else ""
             return f"no engine setting makes it fit here; use {ranks} ranks{settings}"
@@ -64,7 +64,7 @@ def cheapest_fit(run: RunConfig, world_size: int, capacity: float, on_gpu: bool)
         try:
             footprint = largest_footprint(replace(run, engine=engine), world_size, on_gpu)
             needed = footprint.device
-        except ConfigError:  # lanes, heads or lengths of a phase do not divide so
+        except ConfigError:  # the lanes of a phase do not divide over ranks and passes
             continue
         if needed <= capacity:
             changes = {
@@ -105,5 +105,5 @@ def _candidates(
         cost = _COST_OF_CHECKPOINTING[kind] + _COST_OF_STAGE[stage]
         cost += _COST_OF_PASSES[stage] * math.log2(most / lanes)
         cost += _COST_OF_OFFLOADED_MEMORIES * memories + _COST_OF_OFFLOADED_OPTIMIZER * optimizer
-        with contextlib.suppress(ConfigError):  # they contradict each other, or the model
+        with contextlib.suppress(ConfigError):  # the changes contradict each other, or the model
             yield cost, replace(run, engine=replace(engine, **changes)).engine

@@ -3,8 +3,8 @@
 Nothing is built: plans ask for thousands of shapes, and torch takes seconds to import. Tests
 compare every variant exactly with the built model and with PyTorch's own counter.
 
-What a kind of layer has and computes, its facts say (`pretrain/mixers`). One multiplication and
-addition are two FLOPs; norms, rotations, softmax, dropout and short convolutions are not counted.
+The facts of a kind of layer say what it has and computes (`pretrain/mixers`). One multiplication
+and addition are two FLOPs; norms, rotations, softmax, dropout and short convolutions do not count.
 """
 
 import math
@@ -22,21 +22,21 @@ from pretrain.config.run import OptimConfig, RunConfig, accumulation_steps, lane
 from pretrain.terminal.text import counted, si
 
 NEWTON_SCHULZ_STEPS = 5
-# Of Parameters, besides the kinds of layers. biases: u and v, or T5's table; sinks and scales of
-# heads. head: the output layer, without what it shares with the embedding.
+# Parts of Parameters besides the kinds of layers. biases: u and v, or T5's table; sinks and scales
+# of heads. head: the output layer, without what it shares with the embedding.
 PARTS = ("feed_forward", "norms", "biases", "compression", "embedding", "head")
 MOMENT_BYTES = 4  # float32; AdamW has two moments
 OPTIMIZERS: Mapping[OptimizerName, str] = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon"}
 
 
 class WeightShape(NamedTuple):
-    """A learned tensor, of `copies` layers or alone."""
+    """A learned tensor, which each of `copies` layers has."""
 
-    part: str  # of Parameters
+    part: str  # where Parameters counts it
     rows: int
     columns: int = 1
     copies: int = 1
-    matrices: int = 0  # into which Muon divides its rows to make each orthogonal; 0: it does not
+    matrices: int = 0  # Muon divides the rows into these and makes each orthogonal; 0: it does not
 
     @property
     def elements(self) -> int:
@@ -105,7 +105,7 @@ class Parameters:
 
     @property
     def body(self) -> int:
-        """Without the embedding and output matrices."""
+        """The number without the embedding and the output layer."""
         return self.total - self.parts["embedding"] - self.parts["head"]
 
 
@@ -140,7 +140,7 @@ def kinds_in_words(model: ModelConfig) -> str:
 
 
 def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:
-    """Return the FLOPs of one update in making matrices orthogonal, of all ranks together."""
+    """Return the FLOPs with which one update makes matrices orthogonal, over all ranks."""
     if optim.name != "muon":
         return 0.0
     return sum(
@@ -163,7 +163,7 @@ def newton_schulz_flops(rows: int, width: int) -> float:
 
 
 def moment_bytes(model: ModelConfig, optim: OptimConfig) -> float:
-    """Return the bytes of the moments of all parameters: two each, of Muon's matrices one."""
+    """Return the bytes of all moments: a parameter has two, a matrix of Muon one."""
     is_muon = optim.name == "muon"
     return float(MOMENT_BYTES) * sum(
         weight.copies * weight.elements * (1 if is_muon and weight.matrices else 2)
@@ -173,11 +173,11 @@ def moment_bytes(model: ModelConfig, optim: OptimConfig) -> float:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs per token, by part. Backward costs twice as much, less what needs no gradient."""
+    """FLOPs per token. A backward pass costs 2 x forward - without_gradient."""
 
-    parts: Mapping[str, float]
+    parts: Mapping[str, float]  # of a forward pass
     without_gradient: float  # products whose input does not depend on a parameter
-    repeated: float  # of the forward pass, by selective checkpointing
+    repeated: float  # of the forward pass, computed again by selective checkpointing
 
     @property
     def forward(self) -> float:
@@ -222,7 +222,7 @@ def kinds_and_rows(model: ModelConfig) -> Iterator[tuple[str, int]]:
 
 def _output_flops(model: ModelConfig) -> float:
     bins, total = vocabulary_bins(model), 0.0
-    shares = [1.0, *tail_shares(model)[1:]]  # every token reads the shortlist
+    shares = [1.0, *tail_shares(model)[1:]]  # every token needs the shortlist's logits
     for index, ((size, width), share) in enumerate(zip(bins, shares, strict=True)):
         columns = size + (0 if index else len(bins) - 1)
         total += share * 2 * width * (columns + (model.d_model if _is_projected(model) else 0))
@@ -257,7 +257,7 @@ def _is_projected(model: ModelConfig) -> bool:
 
 
 def mean_memory(model: ModelConfig) -> float:
-    """Return M, the mean of the layers with attention: rows of memory, and compressed ones."""
+    """Return M, the mean rows of memory of layers with attention, compressed rows included."""
     lengths = model.attended_lengths
     return sum(lengths) / len(lengths) + model.compressed_length
 
@@ -300,7 +300,7 @@ def run_cost(run: RunConfig, steps: int | None = None) -> RunCost:
 def flops_per_token(run: RunConfig) -> float:
     """Return the training FLOPs per token of the phase that `run` describes.
 
-    Plans, reports and MFU count these, whatever ranks and micro-batches compute a second time.
+    Plans, reports and MFU count these, and not what ranks and micro-batches compute again.
     """
     return _run_flops(run, run.data.lanes).training
 
@@ -310,15 +310,15 @@ def _run_flops(run: RunConfig, lanes: int) -> Flops:
 
 
 def computed_step_flops(run: RunConfig, world_size: int) -> float:
-    """Return the FLOPs of all ranks in one step: those of the passes, with the encodings that each
-    projects again, Muon's, and what checkpointing and chunks of logits repeat."""
+    """Return the FLOPs of all ranks in one step: of the passes, each of them projecting encodings,
+    of Muon, and of what checkpointing and chunks of logits repeat."""
     model, engine, segment = run.model, run.engine, run.data.segment_length
     factor = model.read_tokens(segment) / segment
     flops = _run_flops(run, pass_lanes(run, world_size))
     repeated = 0.0
     if engine.activation_checkpointing == "full":
         repeated = flops.forward - flops.parts["head"]
-        if model.norm_position == "pre":  # only a norm after it needs a layer's last product
+        if model.norm_position == "pre":  # no norm after a layer needs its last product again
             repeated -= model.num_layers * 2 * model.d_model * model.inner_width * factor
     elif engine.activation_checkpointing == "selective":
         repeated = flops.repeated

@@ -11,7 +11,7 @@ from pretrain.config.devices import DEVICES, Device
 GIB = 1 << 30
 # Fraction of a device's memory; the rest goes to driver, communication buffers and fragmentation.
 USABLE = 0.92
-CPU_MFU = 0.25  # assumed where nothing was measured, as is the next
+CPU_MFU = 0.25  # assumed if not measured, like GPU_MFU
 GPU_MFU = 0.35
 
 
@@ -21,10 +21,10 @@ class Hardware:
 
     nodes: int
     ranks_per_node: int
-    name: str  # of DEVICES
-    node: ClusterConfig | None = None  # of the cluster file, if there is one
-    memory: float = 0.0  # bytes of a GPU, where they are not the data sheet's
-    flops: float = 0.0  # peak of a GPU, the same
+    name: str  # of the device in DEVICES
+    node: ClusterConfig | None = None  # the cluster file, if one is given
+    memory: float = 0.0  # bytes of a GPU; 0: as in the data sheet
+    flops: float = 0.0  # peak FLOPs per second of a GPU; 0: as in the data sheet
 
     @property
     def world_size(self) -> int:
@@ -77,7 +77,7 @@ def chosen_hardware(
     memory: float,
     flops: float,
 ) -> Hardware:
-    """Return the hardware of a cluster file, where one is given, but for what else is given."""
+    """Return the hardware; other arguments override the `cluster` file, if one is given."""
     num_nodes, node = fixed_nodes(nodes).least, None
     if ranks_per_node is not None and not 1 <= ranks_per_node <= MOST_RANKS:
         raise ConfigError(f"--gpus-per-node={ranks_per_node} must be from 1 to {MOST_RANKS:,}")

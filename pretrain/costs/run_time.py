@@ -1,10 +1,10 @@
 """How long a run takes: training by phase, its evaluations, saves and failures. Torch-free.
 
-At an assumed part of the peak. Failures of all nodes together come at a constant rate, M seconds
-apart on average. A run trains for an interval t, pauses for p while it saves, and trains
-on while the checkpoint is being written, w. After a failure nothing runs for the seconds d
-(detection, requeueing), then ranks start and restore for the seconds s; a failure in s begins with
-d again. What was trained after the latest published checkpoint is trained again. On average
+Ranks compute at an assumed part of their peak. Failures of all nodes together come at a constant
+rate, M seconds apart on average. A run trains for t seconds, pauses for p to save, and trains while
+the checkpoint is written, for w. After a failure nothing runs for d (detection, requeueing), then
+ranks start and restore for s; after a failure during s, d begins again. What was trained after the
+latest published checkpoint is trained again. On average
 
     goodput = t e^(-w/M) / ((e^((t+p)/M) - 1) e^(s/M) (M + d)),
 
@@ -34,7 +34,7 @@ from pretrain.costs.hardware import Hardware
 # hashing and writing take host memory's bandwidth, cores and the network.
 SLOWER_WHILE_WRITING = 0.05
 RESTART_SECONDS = 600.0  # from a failure to training again, without reading the checkpoint
-_LONGEST_PERIOD = 700.0  # mean times between failures: exp of more overflows
+_LONGEST_PERIOD = 700.0  # in mean times between failures; exp of a longer one overflows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class RunTime:
     training: float
     evaluation: float | None
     evaluations: int
-    tokens: int | None  # of the validation split that the last one scores
-    sets: int  # measured besides
+    tokens: int | None  # that the last evaluation scores of the run's own validation split
+    sets: int  # other validation sets
 
 
 def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTime:
@@ -57,7 +57,7 @@ def run_time(run: RunConfig, world_size: int, flops_per_second: float) -> RunTim
         for phase, _ in spans
     ]
     counts = _evaluations(run)
-    # With memory and without; sets only with it.
+    # The run's own split is scored with memory and without; other sets only with memory.
     models = [run.model]
     if run.model.longest_memory:
         models.append(replace(run.model, memory_length=0, compressed_length=0, same_length=False))
@@ -97,8 +97,8 @@ def evaluation_flops(
 ) -> float:
     """Return the FLOPs of the busiest rank for the losses of these models on the tokens.
 
-    Ranks beyond the number of lanes compute what is not counted, and shorten nothing. Where a few
-    long documents leave lanes empty, which are whole documents, it takes longer.
+    Ranks beyond the number of lanes do not shorten an evaluation. A lane has whole documents: where
+    a few long ones leave other lanes empty, the evaluation takes longer than this.
     """
     lanes, length = run.evaluation.lanes, run.data.segment_length
     batches, own = -(-tokens // (lanes * length)), -(-lanes // world_size)
@@ -140,14 +140,14 @@ class FailureCosts:
 
     between_failures: float  # on average, of all nodes together
     pause: float  # while a save keeps the loop from training
-    write: float = 0.0  # from there until the checkpoint is published; training continues
+    write: float = 0.0  # from the pause until the checkpoint is published; training continues
     down: float = 0.0  # detection and requeueing: nothing runs that could fail
     start: float = 0.0  # start of the ranks, reading the checkpoint
 
     def goodput(self, interval: float) -> float:
         """Return the part of the time that goes into training that is not done again.
 
-        A save waits for the previous one, so a shorter interval than `write` has pauses as long.
+        A save waits for the previous one, so an interval shorter than `write` takes as long.
         """
         mean = self.between_failures
         period = (max(interval, self.write) + self.pause) / mean
