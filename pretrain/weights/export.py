@@ -1,11 +1,11 @@
 """A model as a directory that needs neither a run nor DeepSpeed: writing it and reading it.
 
-A trained model on one process is read from an export or a checkpoint.
+`load_trained` reads a trained model on one process, from an export or a checkpoint.
 
 DIR/model.safetensors   every parameter once, in float32, under the model's own names
 DIR/tokenizer/          the tokenizer of the corpus
 DIR/config.json         the run's settings, the step, size and SHA-256 of each of these files, and
-                        a hash of all that
+                        a hash of all these values
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ from pretrain.rundir.run_step import run_step
 FORMAT = 2
 WEIGHTS = EXPORTED_WEIGHTS
 CONFIG = "config.json"
-HUGGING_FACE_TYPE, HUGGING_FACE_PREFIX = "xl-pretrain", "transformer."  # of exports for it
+# Of exports for Hugging Face: their model_type, and what the names of their tensors begin with.
+HUGGING_FACE_TYPE, HUGGING_FACE_PREFIX = "xl-pretrain", "transformer."
 TOKENIZER = "tokenizer"
-# All that an export may have besides config.json.
+# All files that an export may have besides config.json.
 FILES = (WEIGHTS, f"{TOKENIZER}/{DESCRIPTION_NAME}", f"{TOKENIZER}/{MODEL_NAME}")
 LARGEST_CONFIG_BYTES = 1 << 24
 EXPORT_AGAIN = "export the run again"
@@ -110,7 +111,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
-        # The library has the number of the system's error in its text only.
+        # The library's error has the number of the system's error only in its text.
         if match := _OS_ERROR.search(str(error)):
             number = int(match[1])
             raise OSError(number, os.strerror(number), str(path)) from None
@@ -145,7 +146,7 @@ def load_export(
 ) -> tuple[TransformerXL, RunConfig, int]:
     """Return the model in evaluation mode, its settings with `model_settings`, and the step.
 
-    The cache of corpora is this user's, whichever directory the settings name.
+    Corpora are cached where this user's are, not where the export's settings say.
 
     Raises CheckpointError, with the file's name, if something is missing or corrupted.
     """
@@ -165,14 +166,14 @@ def load_export(
 
 
 def empty_model(config: RunConfig, device: torch.device | None = None) -> TransformerXL:
-    """Return a model to load weights into; on a GPU it will attend as the run did."""
+    """Return a model to load weights into; on a GPU it has the run's attention kernel."""
     on_gpu = device is not None and device.type == "cuda"
     kernel = config.engine.attention_kernel if on_gpu else "auto"
     return TransformerXL(config.model, attention_kernel=kernel)
 
 
 def require_bytes(config: RunConfig, num_bytes: int, where: Path) -> None:
-    """Raise CheckpointError unless files of that size can hold the model: before it is drawn."""
+    """Raise CheckpointError if `num_bytes` cannot hold the model's weights; call it first."""
     parameters = parameter_counts(config.model).total
     if MASTER_BYTES * parameters > num_bytes:
         raise CheckpointError(
@@ -190,10 +191,7 @@ def with_model_settings(config: RunConfig, settings: Mapping[str, Any] | None) -
 
 
 def checked_export(directory: Path) -> dict[str, Any]:
-    """Return the contents of config.json after verifying it and the files that it lists.
-
-    Raises CheckpointError as `load_export` does.
-    """
+    """Return config.json's contents; CheckpointError if it, or a file that it lists, is wrong."""
     if not is_export(directory):
         raise CheckpointError(
             f"{directory} contains no {WEIGHTS} and {CONFIG}; give the output of 'pretrain export'"
@@ -224,13 +222,13 @@ class _Config:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return the contents of config.json, with the fields of the right types; else an error."""
+    """Return the contents of config.json; CheckpointError if its types or its hash are wrong."""
     try:
         tree = read_json(path, LARGEST_CONFIG_BYTES)
         if "model_type" in tree:
             raise CheckpointError(
-                f"{path} is for Hugging Face transformers: good for initial_weights; to evaluate "
-                "it here, export the run without --format"
+                f"{path} is for Hugging Face transformers: it can be initial_weights; to evaluate "
+                "the model here, export the run without --format"
             )
         if (version := tree.get("format")) != FORMAT:
             raise CheckpointError(
@@ -265,7 +263,7 @@ class TrainedModel:
     step: int
     tokenizer_home: Path  # the directory that contains tokenizer/: the corpus, or the export itself
     tokenizer: str = ""  # fingerprint of the one it was trained with; "" if that is unknown
-    untrusted: str = ""  # whose settings choose nothing: an export, another user's run
+    untrusted: str = ""  # why its settings choose no corpus, such as "DIR is an export"
 
     def __post_init__(self) -> None:
         self.module.trained_keys = self.trained_keys
@@ -286,8 +284,8 @@ class TrainedModel:
     def corpus_directory(self, named: Path | None = None) -> Path:
         """Return where to read the corpus that the user named, by default the run's.
 
-        ConfigError without one for an export, and for another user's run of a corpus at a URL:
-        files of others do not choose what is contacted.
+        An export, and another user's run of a corpus at a URL, need a named one, else ConfigError:
+        files that others wrote must not choose which server is contacted.
         """
         data = self.config.data
         if named:
@@ -300,9 +298,9 @@ class TrainedModel:
         return data.directory()
 
     def tokenizer_directory(self, named: Path | None = None) -> Path:
-        """Return where to read the tokenizer: next to the corpus that the user named, or its own.
+        """Return the directory of tokenizer/: the corpus that the user named, or the model's own.
 
-        ConfigError as for `corpus_directory`; an export has its own.
+        ConfigError as for `corpus_directory`, but not for an export, which has a tokenizer.
         """
         is_elsewhere = named is not None or url_of(self.tokenizer_home) is not None
         return self.corpus_directory(named) if is_elsewhere else self.tokenizer_home
@@ -320,10 +318,10 @@ def load_trained(
 
     A run is given as its directory, or as its name in runs/, with `@STEP` for another checkpoint.
 
-    `say` gets the name of each corrupted checkpoint that is skipped. `ema` selects the weight EMA;
-    an export has it if it was made from it. `model_settings` replace settings of training and must
-    not change any weight's shape; ConfigError if they are inconsistent. `precision` is for weights
-    and activations: by default the run's on a GPU, float32 on a CPU.
+    `say` gets the name of each corrupted checkpoint that is skipped. `ema` selects a run's weight
+    EMA; an export has it only if it was written with --ema. `model_settings` replace settings of
+    training and must not change any weight's shape; ConfigError if they are inconsistent.
+    `precision` is for weights and activations: by default the run's on a GPU, float32 on a CPU.
     """
     run, device = Path(run), device or inference_device()
     if is_export(run):
@@ -338,13 +336,13 @@ def load_trained(
         return TrainedModel(module, config, step, run, own, whose)
     run, step = run_step(run)
     root = (run_dir := RunDir.open(run)).checkpoints
-    found = verify_and_keep(step_directory(root, step)) if step else latest_valid(root, say)
-    if found is None:
+    checkpoint = verify_and_keep(step_directory(root, step)) if step else latest_valid(root, say)
+    if checkpoint is None:
         raise CheckpointError(f"{run} has no checkpoint yet; train until the first one is saved")
     config = with_model_settings(run_dir.config, model_settings)
-    require_bytes(config, found.num_bytes, found.directory)
+    require_bytes(config, checkpoint.num_bytes, checkpoint.directory)
     module = empty_model(config, device)
-    load_weights(module, found, ema)
+    load_weights(module, checkpoint, ema)
     began = last_event(run_dir.ledger.read(), TrainingBegan)
     tokenizer, home, untrusted = began.tokenizer if began else "", config.data.path, ""
     if url_of(home) is not None and is_of_another_user(run_dir.config_file):
@@ -352,11 +350,11 @@ def load_trained(
     else:
         home = config.data.directory()
     module = _placed(module, config, device, precision)
-    return TrainedModel(module, config, found.step, home, tokenizer, untrusted)
+    return TrainedModel(module, config, checkpoint.step, home, tokenizer, untrusted)
 
 
 def precision_on(device: torch.device, config: RunConfig) -> Precision:
-    """Return what a trained model computes in by default: on a GPU as in training."""
+    """Return the default precision of a trained model: on a GPU that of training, else fp32."""
     return config.engine.number_format if device.type == "cuda" else "fp32"
 
 

@@ -44,15 +44,15 @@ class _Origin:
 
     model: ModelConfig
     shapes: dict[str, list[int]]
-    tokenizer: str  # its fingerprint; "" if that is unknown
-    settings: Path  # the file that has the model's
+    tokenizer: str  # fingerprint of its tokenizer; "" if that is unknown
+    settings: Path  # the file that has the model's settings
 
 
 def check_initial_weights(run: RunConfig) -> None:
     """Raise an error, before anything is written, if the run cannot start from its weights.
 
     CheckpointError unless names and shapes fit the run's model and the weights were trained as the
-    same function; DataError if with another tokenizer.
+    same function; DataError if they were trained with another tokenizer.
     """
     weights = run.initial_weights
     if weights is None:
@@ -87,7 +87,7 @@ def load_initial_weights(engine: Engine, run: RunConfig) -> None:
 
 
 def _kept(weights: Path) -> RunStep | None:
-    """Return the checkpoint that is named, of a run alone its latest; None for an export."""
+    """Return the checkpoint that is named, or the latest of a run; None for an export."""
     if is_export(weights):
         return None
     named = run_step(f"{weights}@last" if RunDir(weights).exists() else weights)
@@ -114,7 +114,7 @@ def _of_export(export: Path) -> _Origin:
 
 
 def _model_of_export(export: Path) -> tuple[ModelConfig, str]:
-    """Return an export's model, and what stands before its tensors' names: of either format."""
+    """Return the model of an export of either format, and what its tensors' names begin with."""
     tree = read_json(export / CONFIG, LARGEST_CONFIG_BYTES) if is_export(export) else {}
     kind = tree.get("model_type") if isinstance(tree, dict) else None
     if kind is None:
@@ -122,8 +122,8 @@ def _model_of_export(export: Path) -> tuple[ModelConfig, str]:
         return run.model, ""
     if kind != HUGGING_FACE_TYPE:
         raise CheckpointError(
-            f"{export} is a {shown(kind)} of Hugging Face, expected an export of this project: "
-            "weights of another family cannot start a run"
+            f"{export} has the model_type {shown(kind)} of Hugging Face, expected an export of "
+            "this project: weights of another family cannot start a run"
         )
     settings = {
         field.name: tree[field.name]
@@ -163,13 +163,13 @@ def _refuse_other_shapes(run: RunConfig, weights: Path, origin: _Origin) -> None
 
 
 def _refuse_other_function(run: RunConfig, weights: Path, origin: _Origin) -> None:
-    """Raise CheckpointError where norm position, activation or positions make another model."""
+    """Raise CheckpointError if settings that no shape depends on, as the activation, differ."""
     trained = origin.model
     its, ours = trained.function_settings(), run.model.function_settings()
     odd = sorted(name for name in its.keys() | ours.keys() if its.get(name) != ours.get(name))
     if odd:
         differences = "; ".join(
-            f"model.{name} is {getattr(trained, name)} there and {getattr(run.model, name)} here"
+            f"model.{name} is {getattr(trained, name)}, in this run {getattr(run.model, name)}"
             for name in odd
         )
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Weights of the original PyTorch code, or in Hugging Face's layout, as parameters of this model.
 
 The mapping only splits and renames tensors, so it applies to gradients as well. A state dict is
-read without executing anything in it; no tensor may be left over, and none is invented.
+read without executing anything in it. All of its tensors must be used, and no other ones needed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 
 HUGGING_FACE_PREFIX = "transformer."  # of all names except the softmax's
-FAMILY = "word_emb."  # begins names of the original alone
-WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
-CHECKED_TOKENS = 16
+FAMILY = "word_emb."  # the original has names that begin with it; other families have none
+WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and torch.compile
+CHECKED_TOKENS = 16  # of each of two segments
 # The original's names within a layer -> ours.
 LAYER_NAMES = {
     "dec_attn.r_net.weight": "attention.position_weight",
@@ -161,8 +161,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         ) from None
     if not isinstance(state, Mapping) or not all(map(_is_named_tensor, state.items())):
         raise CheckpointError(
-            f"{path} contains {type(state).__name__}, expected a state dict: names with dense "
-            "floating-point tensors, each with no more elements than the file has for it"
+            f"{path} contains {type(state).__name__}, expected a state dict: dense floating-point "
+            "tensors by their names, each with all of its elements in the file"
         )
     return dict(state)
 
@@ -176,7 +176,7 @@ def _is_named_tensor(item: tuple[object, object]) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_meta
         and tensor.dim() > 0
-        # A stride of 0 makes a trillion elements of one.
+        # With a stride of 0, one stored element would stand for a trillion.
         and tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
     )
 
@@ -188,9 +188,9 @@ def import_state(state: Mapping[str, Tensor], config: ModelConfig) -> Transforme
     known = (FAMILY, f"{HUGGING_FACE_PREFIX}{FAMILY}")
     if not any(name.startswith(known) for name in state):
         raise CheckpointError(
-            f"the state dict begins with {next(iter(state), 'nothing')!r}, which is not of the "
-            "original Transformer-XL or its class in transformers: only these are imported; an "
-            "export of this project is read as initial_weights"
+            f"the state dict begins with {next(iter(state), 'nothing')!r}, expected weights of the "
+            "original Transformer-XL or of its class in transformers; set initial_weights for an "
+            "export of this project"
         )
     if any(name.startswith(HUGGING_FACE_PREFIX) for name in state):
         state = from_hugging_face(state, config)

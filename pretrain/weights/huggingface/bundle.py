@@ -18,7 +18,7 @@ from foundation.files import read_text
 
 ROOT = Path(__file__).parents[3]  # the folder of our packages
 OWN = ("foundation", "data_pipeline", "pretrain")
-# What only plans and runs ask of the facts of layers.
+# Methods of the facts of layers that only planning and training call.
 LEFT_OUT = ("flops", "kept", "kept_bytes", "paths", "environment", "memory_text")
 Key = tuple[str, str]  # a module, and a name that it defines
 Import = tuple[str, str]  # ("import", "numpy as np"), or ("from torch import", "nn")
@@ -30,12 +30,12 @@ class Definition:
 
     line: int
     source: str  # with decorators and the comment above
-    uses: frozenset[str]  # names
+    uses: frozenset[str]  # all names that its source has
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module of ours."""
+    """A module of our packages, as read from its source."""
 
     docstring: str
     definitions: dict[str, Definition]
@@ -50,10 +50,10 @@ def bundle(
     home: Mapping[Key, str],
     more: Sequence[Key] = (),
 ) -> tuple[str, list[Key]]:
-    """Return module `root` with all that it and `more` need of ours, and which definitions.
+    """Return one file of our definitions that module `root` and `more` need, and their keys.
 
-    `replaced` has names that another module defines for all -> that module. `home` has definitions
-    -> the module of the directory to import them from.
+    `replaced`: name -> the module whose definition replaces all others of that name. `home`:
+    definition -> the file of the same export to import it from.
     """
     needed: dict[Key, None] = {}
     waiting = [*((root, name) for name in module(root).definitions), *more]
@@ -90,16 +90,19 @@ def _definition(key: Key) -> Definition:
 
 
 def _used(key: Key, replaced: Mapping[str, str]) -> dict[str, Key]:
-    """Return the definitions of ours that a definition uses, by the names it has for them."""
-    read, used = module(key[0]), {}
+    """Return our definitions that a definition uses, by their names in its source."""
+    parsed, used = module(key[0]), {}
     for name in sorted(_definition(key).uses):
-        if target := (key[0], name) if name in read.definitions else read.own.get(name):
+        if target := (key[0], name) if name in parsed.definitions else parsed.own.get(name):
             used[name] = (replaced.get(target[1], target[0]), target[1])
     return used
 
 
 def _name_of(key: Key) -> str:
-    """Return a definition's name in the file; kinds of layers may give one name to several."""
+    """Return a definition's name in the file: of a layer's function, with its kind in front.
+
+    Several kinds of layers may have functions of one name.
+    """
     parts, name = key[0].split("."), key[1]
     is_of_a_kind = parts[0] not in OWN or parts[1] == "mixers"
     is_class = name[0].isupper() and not name.isupper()
@@ -107,7 +110,7 @@ def _name_of(key: Key) -> str:
 
 
 def _renamed(key: Key, replaced: Mapping[str, str]) -> str:
-    """Return a definition's source with the names of the file."""
+    """Return a definition's source with the names that definitions have in the file."""
     source = _definition(key).source
     for name, used in {**_used(key, replaced), key[1]: key}.items():
         if name != _name_of(used):
@@ -117,13 +120,13 @@ def _renamed(key: Key, replaced: Mapping[str, str]) -> str:
 
 @cache
 def _depth(name: str) -> int:
-    """Return the length of the longest chain of imports below a module: what it uses is lower."""
+    """Return the length of a module's longest chain of imports; less for modules that it uses."""
     return 1 + max((_depth(used) for used, _ in module(name).own.values()), default=0)
 
 
 @cache
 def module(name: str) -> Module:
-    """Read a module of ours, `pretrain.model.memory` for example, or of a package with layers."""
+    """Read a module, such as `pretrain.model.memory`, or one of a package with kinds of layers."""
     own = {*OWN, name.split(".")[0]}
     spec = None if name.startswith(OWN) else find_spec(name)
     path = spec.origin if spec and spec.origin else ROOT / (name.replace(".", "/") + ".py")
@@ -166,7 +169,7 @@ def module(name: str) -> Module:
 
 
 def _left_out(node: ast.AST) -> set[int]:
-    """Take methods that exports have no use for out of facts; returns their lines, from 0."""
+    """Remove LEFT_OUT methods from a class of facts; return their lines, counted from 0."""
     numbers: set[int] = set()
     if isinstance(node, ast.ClassDef) and re.search(r"^Mixer$|Facts$", node.name):
         for part in [part for part in node.body if getattr(part, "name", "") in LEFT_OUT]:

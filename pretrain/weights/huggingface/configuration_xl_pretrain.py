@@ -11,7 +11,8 @@ from transformers import PretrainedConfig
 from pretrain.config.mixer import Mixer
 from pretrain.config.model import ModelConfig
 
-# An export has these instead of the project's own, with its kinds of layers in the table.
+# An export has this table, and the next definitions, instead of the project's own. The export's
+# last lines enter its kinds of layers.
 FACTS: dict[str, type[Mixer]] = {}
 
 
@@ -32,8 +33,8 @@ def abbreviated(value: object) -> str:
 class XLPretrainConfig(PretrainedConfig):
     """The settings of `ModelConfig`, the length of a segment, and the token that ends a document.
 
-    `memory_length` may be another one than in training; `rope_extension` (ntk or yarn) then counts
-    from `trained_keys`, the most keys that a segment saw in each layer.
+    `memory_length` may be another one than in training. `rope_extension` (ntk or yarn) is relative
+    to `trained_keys`: the most keys that a segment saw in training, of each layer.
     """
 
     model_type = "xl-pretrain"
@@ -57,7 +58,7 @@ class XLPretrainConfig(PretrainedConfig):
         for entry in fields(ModelConfig):
             value = settings.pop(entry.name, {} if entry.name == "mixers" else entry.default)
             setattr(self, entry.name, tuple(value) if isinstance(value, list) else value)
-        # What is tied follows from `tie_embeddings` and other settings, not from this.
+        # What is tied follows from `tie_embeddings` and other settings, not from this value.
         super().__init__(**{**settings, "tie_word_embeddings": True})
 
     def model_config(self) -> ModelConfig:

@@ -1,7 +1,7 @@
 """Writing the directory that `AutoModelForCausalLM.from_pretrained` reads.
 
 DIR/config.json, generation_config.json     settings, and what `generate` does by default
-DIR/{configuration,modeling,tokenization}_xl_pretrain.py     code that needs nothing of ours
+DIR/{configuration,modeling,tokenization}_xl_pretrain.py     code that runs without this project
 DIR/model.safetensors      every parameter once, in float32
 DIR/tokenizer.model or tokenizer.json, tokenizer_config.json    the tokenizer of the corpus, if
                            transformers has its kind
@@ -47,7 +47,7 @@ def write_huggingface(
     tokenizer: Tokenizer,
     evaluation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the whole directory or nothing; `evaluation` is the line of the run's latest one."""
+    """Write the whole directory or nothing; `evaluation` is the latest evaluation's line."""
     with new_directory(output) as beside:
         for name, source in code_of_export(trained.config.model).items():
             write_text(beside / f"{name}.py", source)
@@ -65,7 +65,7 @@ def write_huggingface(
 
 
 def code_of_export(model: ModelConfig) -> dict[str, str]:
-    """Return the source of the export's modules by name."""
+    """Return the source of the export's three files, by module name."""
     heading = HEADING.format(version=code_version())
     configuration, modeling = (f"{__package__}.{name}" for name in CODE[:2])
     replaced = {
@@ -109,7 +109,7 @@ def _config(trained: TrainedModel, end_id: int) -> dict[str, Any]:
 
 
 def _generation_config(end_id: int) -> dict[str, Any]:
-    """Return the settings of `pretrain generate`: ends of documents never follow each other."""
+    """Return defaults of `generate`: as in `pretrain generate`, no end of a document repeats."""
     return {
         "bos_token_id": end_id,
         "eos_token_id": end_id,

@@ -61,7 +61,7 @@ mems=mems)` returns `logits`, and `mems` for what follows. Padding belongs to th
 def model_card(
     trained: TrainedModel, tokenizer: Tokenizer, evaluation: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the text; `evaluation` is the line of the run's latest one."""
+    """Return the card's text; `evaluation` is the latest evaluation's line of metrics."""
     config, model = trained.config, trained.config.model
     spans = spans_of_phases(config, range(min(trained.step, config.optim.steps)))
     training = {
@@ -91,7 +91,7 @@ def model_card(
         parameters=parameter_counts(model).total,
         step=trained.step,
         tokens=sum(phase.tokens_per_step * count for phase, count in spans),
-        # The user's own path: nothing may end the code span.
+        # A path may have characters that end the code span.
         corpus=re.sub(
             r"[^\w.+ -]", "_", path_text(config.data.path).rstrip("/").rpartition("/")[2]
         ),

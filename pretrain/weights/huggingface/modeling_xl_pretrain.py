@@ -3,11 +3,11 @@
 `XLPretrainForCausalLM`, at the end of this file, reads its input in segments of
 `config.segment_length` tokens, each with the memory that the previous one left, as in training.
 `model(input_ids).mems` is the memory; give it back as `mems` with the tokens that follow.
-`generate` remembers keys and values instead: the same, computed once.
+`generate` remembers keys and values instead, which gives the same result with less work.
 
 Names of tensors end in the letters of their shape: B rows of a batch, L tokens of a segment, M rows
 of memory, C keys (M + L), D d_model, N heads, G heads of keys and values, H head width, V
-vocabulary, T tokens of all rows.
+vocabulary, T tokens of an input.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from pretrain.model.memory import document_starts
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.huggingface.configuration_xl_pretrain import XLPretrainConfig
 
-ALIGNMENT = 64  # bytes, as torch allocates
+ALIGNMENT = 64  # bytes, as of what torch allocates
 
 
-# An export has these instead of the project's own, with its kinds of layers in the table.
+# An export has this table, and the next definitions, instead of the project's own. The export's
+# last lines enter its kinds of layers.
 MIXERS: dict[str, Any] = {}
 
 
@@ -41,7 +42,7 @@ def mixer_class(kind: str) -> Any:
 
 
 class DropoutStream:
-    """The masks of dropout in training; there is no dropout here."""
+    """A stand-in for the project's class of dropout masks; there is no dropout here."""
 
 
 def backend_for(
@@ -70,7 +71,7 @@ def logits_BTV(
 ) -> Tensor:
     """Return the logits of the last `num_last` tokens, or of all if it is 0, read in segments.
 
-    `read` as in `last_logits_BTV`; `last_B` are the tokens before these, if any.
+    `read` as in `last_logits_BTV`; `last_B` is the token before each row, if there are any.
     """
     starts_BT = document_starts(tokens_BT, config.document_end_id)
     if last_B is not None:
@@ -102,7 +103,7 @@ class XLPretrainCache:
         return self._num_tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace the rows by these present ones, as beam search does."""
+        """Replace the rows by the present rows `beam_idx`, as beam search does."""
         self._stream.select(beam_idx)
         if self._last_B is not None:
             self._last_B = self._last_B[beam_idx]
@@ -120,9 +121,10 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.transformer = TransformerXL(config.model_config())
         self.transformer.trained_keys = config.trained_keys
-        # By storage: transformers replaces parameters as they are registered, shared ones by two.
+        # By storage: transformers replaces parameters as they are registered, so that one that is
+        # shared is two objects.
         first: dict[int, str] = {}
-        # The names under which parameters are used once more -> their first names.
+        # The further names of shared parameters -> their first names.
         self._tied_weights_keys = {
             name: first[storage]
             for name, parameter in self.named_parameters(remove_duplicate=False)
@@ -149,8 +151,8 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> XLPretrainOutput | tuple[Any, ...]:
         """Read tokens [B, T] after those that `mems` or `past_key_values` remember.
 
-        `labels` are the tokens themselves, or -100 where no loss is wanted. Padding belongs to the
-        right of a text, and what follows it is meaningless.
+        `labels` are the tokens themselves, or -100 where no loss is wanted. Padding must be on the
+        right of a text; logits and memory after it are meaningless.
         """
         require_no_padding_on_the_left(attention_mask)
         if past_key_values is not None:
@@ -169,7 +171,7 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
     def _read(
         self, tokens_BT: Tensor, mems: tuple[Tensor, ...] | None, num_last: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the logits, and the memory followed by the last tokens."""
+        """Return the logits, and `mems`: the memory, then the last token of each row."""
         memory, last_B = (None, None) if mems is None else (mems[:-1], mems[-1])
         config = self.transformer.config
         self.transformer.expect_keys(config.longest_memory, self.config.segment_length)
@@ -196,8 +198,8 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the tokens that are not read yet, and what remembers the others."""
         if attention_mask is not None and not attention_mask.all():
             raise ValueError(
-                "found padding in attention_mask: a memory of padding would be another one; "
-                "generate from prompts of equal length, or from one at a time"
+                "found padding in attention_mask, which would enter the memory; generate from "
+                "prompts of equal length, or from one at a time"
             )
         if not use_cache:
             return {"input_ids": input_ids, "logits_to_keep": 1}
@@ -215,22 +217,22 @@ class XLPretrainForCausalLM(PreTrainedModel, GenerationMixin):
         """Do nothing: each parameter is drawn where it is declared."""
 
     def tie_weights(self, *arguments: Any, **options: Any) -> None:
-        """Let parameters that are used in several places be one again after they are replaced."""
+        """Make each shared parameter one object again after transformers has replaced it."""
         super().tie_weights(*arguments, **options)
         for tied, name in self._tied_weights_keys.items():
             module_name, _, own_name = tied.rpartition(".")
             setattr(self.get_submodule(module_name), own_name, self.get_parameter(name))
         for parameter in self.parameters():
-            # How a product of matrices rounds may depend on where in memory they begin, and a file
-            # that is mapped puts them anywhere.
+            # A matrix product may round differently for tensors that are not aligned, as tensors of
+            # a mapped file may be.
             if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
                 parameter.data = parameter.data.clone()
 
 
 def require_no_padding_on_the_left(mask_BT: Tensor | None) -> None:
-    """Raise ValueError if text follows padding: the memory would be of the padding."""
+    """Raise ValueError if text follows padding, which would enter the memory."""
     if mask_BT is not None and bool((mask_BT[:, 1:] > mask_BT[:, :-1]).any()):
         raise ValueError(
-            "found padding before a text in attention_mask: a memory of padding would be another "
-            "one; pad on the right, or read one text at a time"
+            "found padding before a text in attention_mask, which would enter the memory; pad on "
+            "the right, or read one text at a time"
         )

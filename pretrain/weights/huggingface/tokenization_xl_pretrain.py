@@ -1,7 +1,7 @@
 """The tokenizer of a model that xl-pretrain has trained, for Hugging Face transformers.
 
-Ids and text are as in the corpus. A text is read as a document: after the token that ends the
-one before, which `add_special_tokens=False` leaves out. No text encodes to that token.
+Ids and text are as in the corpus. The token that ends a document stands before each text, as if
+after another document; `add_special_tokens=False` leaves it out. No text encodes to that token.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class XLPretrainTokenizer(PreTrainedTokenizer):
             self._names = [self._processor.id_to_piece(piece) for piece in pieces]
         self._ids = {name: number for number, name in enumerate(self._names)}
         end = self._names[self._end_id]
-        # What looks like a special token in a text is text.
+        # A text is only text, even where it spells a special token.
         options |= {"bos_token": end, "eos_token": end, "split_special_tokens": True}
-        options["document_end_id"] = document_end_id  # is saved
+        options["document_end_id"] = document_end_id  # transformers saves it
         super().__init__(**{"padding_side": "right", **options})
 
     @property

@@ -42,15 +42,15 @@ def _fast_config(end_token: str) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_token,
         "eos_token": end_token,
-        "split_special_tokens": True,  # what looks like a special token in a text is text
+        "split_special_tokens": True,  # a text is only text, even where it spells a special token
         "clean_up_tokenization_spaces": False,
         "padding_side": "right",
-        "model_input_names": ["input_ids", "attention_mask"],  # all that the model takes
+        "model_input_names": ["input_ids", "attention_mask"],  # the inputs of the model
     }
 
 
 def _with_document_end(tokenizer: Tokenizer) -> bytes:
-    """Return the user's tokenizer.json with the end of a document, and no other, before a text."""
+    """Return the user's tokenizer.json, changed to put only a document's end before a text."""
     tree, end = json.loads(tokenizer.model), str(tokenizer.options["end_token"])
 
     def piece(kind: str, name: str, sequence: int = 0) -> dict[str, Any]:
