@@ -7,19 +7,19 @@ and rank 0 writes:
      "skipped"}    every step; loss and norm are null where a skipped step had none. In fp16 also
                    "overflowed". The last line of an interval adds "seconds", "time" (since 1970),
                    "totals" (`metrics_file.TimeSpent`), "train_loss" (`metric_names`),
-                   "tokens_per_second", "mfu", "data_wait", "used_memory_gib" (mean over ranks),
-                   "save_stall" (seconds the loop waited for saves), "stall" (seconds lost in steps
-                   that took far longer than usual; not in "seconds"); with several ranks
-                   "slowest_rank" and "straggler_ratio"; "memory_norm/layer.N" (mean L2 norm of the
-                   rows in a layer's memory, over all lanes); in fp16 "loss_scale"; at full
-                   intervals norms per layer (`parameter_groups`)
-    {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}; "stall" as above; of each
-                   set also "loss/NAME" and "bits_per_byte/NAME", of tasks "tasks/TASK/METRIC"
+                   "tokens_per_second", "mfu", "data_wait" (fraction of "seconds", mean over ranks),
+                   "used_memory_gib" (mean over ranks), "save_stall" (seconds the loop waited for
+                   saves), "stall" (seconds lost in stalls (`stragglers`); not in "seconds"); with
+                   several ranks "slowest_rank" and "straggler_ratio"; "memory_norm/layer.N" (mean
+                   L2 norm of the rows in a layer's memory, over all lanes); in fp16 "loss_scale";
+                   at full intervals norms per layer (`parameter_groups`)
+    {"kind": "evaluation", "step", "seconds", "loss", "perplexity", ...}; "stall" as above; for each
+                   set also "loss/NAME" and "bits_per_byte/NAME", for tasks "tasks/TASK/METRIC"
 
-A step's loss is the mean over its slots and ranks, summed in float64. That is exact wherever
-intervals begin, so a resumed run writes the same numbers for the same steps. MFU refers to the peak
-of the GPUs' data sheet, as in `describe`; without one, as on a CPU, to a large matrix product,
-measured at the start.
+A step's loss is the mean over its slots and ranks. The sum in float64 does not depend on where an
+interval begins, so a resumed run writes the same numbers for the same steps. MFU is relative to the
+peak in the GPU's data sheet, as in `describe`. For devices without one, such as CPUs, it is
+relative to the speed of a large matrix product, measured at the start.
 """
 
 import contextlib
@@ -80,8 +80,9 @@ class _Step:
 class MetricsRecorder:
     """Measures on every rank, writes on rank 0.
 
-    Metrics after `state.step` are removed first: those steps are repeated. `may_write` raises
-    UserError before a write in an attempt that was replaced. `copy` takes each line as well.
+    It first removes metrics after `state.step`, because those steps are repeated. It calls
+    `may_write` before each write, which raises UserError in an attempt that was replaced. `copy`
+    gets every line as well.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class MetricsRecorder:
             name = device_named(torch.cuda.get_device_name(world.device))
         own = DEVICES[name].peak(run.engine) if name else 0.0
         own = own or measured_matmul_peak(world.device, dtype_of(precision))
-        peaks = sum_over_ranks(torch.tensor([own], dtype=torch.float64, device=world.device))
-        self._peak = float(peaks)
+        peak = sum_over_ranks(torch.tensor([own], dtype=torch.float64, device=world.device))
+        self._peak = float(peak)  # FLOP/s of all ranks
         self._slowness = SlownessMeter(module, world)
         with raise_on_all_ranks():
             if world.is_main:
@@ -129,7 +130,7 @@ class MetricsRecorder:
                 si(self._flops_per_token), si(self._peak), counted(world.world_size, "rank"),
                 precision, f"{name}'s data sheet" if name else "a large matrix product, measured",
             )  # fmt: skip
-        self._exchanging = 0.0  # seconds of the last exchange, which no interval has
+        self._exchanging = 0.0  # seconds from the last interval's end to the next one's start
         self._start_interval()
 
     def add_loss(self, loss: Tensor) -> None:
@@ -155,13 +156,14 @@ class MetricsRecorder:
             return lines
         steps, self._steps = self._steps, []
         losses, (waited, used_memory_gib, *busy_R), norms, squares = self._over_ranks(steps)
-        self._end_of_step(is_whole=False)  # a rank may have been waited for in the exchange
+        self._end_of_step(is_whole=False)  # the exchange may have waited for a rank
         stalled = self._slowness.take_stalled()
         end = time.perf_counter()
         seconds, save_stall = end - self._start - self._paused - stalled, self._save_stall
         frozen_R = self._slowness.take_frozen()
         if (longest := max(frozen_R)) > max(stalled, LEAST_STALL_SECONDS):
-            # In the exchange before, in a save, or in steps that are usually as long.
+            # A rank froze where no step was slow: in the exchange of the interval before, in a
+            # save, or in steps that usually take as long.
             elsewhere = max(0.0, longest - stalled - self._exchanging)
             in_saves = min(elsewhere, save_stall)
             seconds = max(1e-3, seconds - elsewhere + in_saves)
@@ -204,7 +206,7 @@ class MetricsRecorder:
         return lines
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Write the results of an evaluation; its time is no training time. A collective."""
+        """Write an evaluation's results; its time does not count as training. A collective."""
         start = self._idle_since
         frozen_R = self._slowness.take_frozen()
         self._pause_since(start)
@@ -225,9 +227,9 @@ class MetricsRecorder:
         return read_on_main(self._world, lambda: has_evaluation(self._run_dir.metrics, step), bool)
 
     def unwritten(self) -> str:
-        """Return why metrics until now are not written, after trying once more; '' if they are.
+        """Try to write what is left; return why metrics until now are not written, or ''.
 
-        They are synced by the thread of the save that asks this, before it publishes.
+        A save's thread calls this before it publishes, and then syncs the file.
         """
         return self._file.write() if self._file is not None else ""
 
@@ -240,9 +242,9 @@ class MetricsRecorder:
         self._save_stall += self._idle_since - start
 
     def close(self) -> None:
-        """Write and sync what is left, before the end is recorded; StorageError on every rank.
+        """Write and sync what is left, before the run's end is recorded. A collective.
 
-        A collective.
+        StorageError on every rank if that fails.
         """
         self.write()
         self._slowness.close()
@@ -274,7 +276,7 @@ class MetricsRecorder:
         self._copy(lines)
 
     def _over_ranks(self, steps: Sequence[_Step]) -> tuple[list[float], ...]:
-        """Return sums over ranks: losses, ranks' measurements, norms of memories and of layers."""
+        """Return sums over ranks: of losses, of measurements, of memories' and of layers' norms."""
         losses = torch.stack([step.loss_sum for step in steps])
         waited = self._prefetcher.wait_seconds - self._waited_before
         numbers = [waited, memory_in_use_gib(self._world.device), *self._slowness.take(waited)]
@@ -286,7 +288,7 @@ class MetricsRecorder:
         return tuple(part.tolist() for part in sums.split([len(part) for part in parts]))
 
     def _memory_norms(self, device: torch.device) -> Tensor:
-        """Return by layer the sum of the norms of the rows in this rank's memories."""
+        """Return for each layer the sum of the norms of the rows in this rank's memories."""
         of_slots = []
         for memory in filter(None, self._state.memories):
             vectors = self._memory_layout.vectors(memory)

@@ -24,12 +24,12 @@ from pretrain.distributed.world import World
 from pretrain.rundir.events import Slowdown
 
 TICK_SECONDS = 0.25
-LEAST_STALL_SECONDS = 5.0  # a tick that is later by less may be a busy machine's
-TIMES_USUAL = 5.0
-STEPS_KNOWN, LEAST_STEPS_KNOWN = 100, 3  # by which a step is judged
+LEAST_STALL_SECONDS = 5.0  # on a busy machine a tick may be late by less
+TIMES_USUAL = 5.0  # a step that stalled takes more than this times the usual duration
+STEPS_KNOWN, LEAST_STEPS_KNOWN = 100, 3  # the most and fewest previous steps that say what is usual
 SLOW = 1.5  # times the median of the other ranks
-INTERVALS_IN_A_ROW = 3  # a rank must be slow for at least this many: one may be a hiccup
-LEAST_SECONDS = 1.0  # that it must have cost in them: short intervals vary by more than slow ranks
+INTERVALS_IN_A_ROW = 3  # a straggler is slow for at least this many: one may be a hiccup
+LEAST_SECONDS = 1.0  # that a straggler has cost in them: short intervals vary by chance
 
 
 class SlownessMeter:
@@ -52,7 +52,7 @@ class SlownessMeter:
         self._thread.start()
 
     def end_step(self, seconds: float, is_whole: bool = True) -> None:
-        """Take the duration of a step, or of a part that does not count as usual."""
+        """Take the duration of a step, or of a part of one, which does not change what is usual."""
         if len(self._known) >= LEAST_STEPS_KNOWN:
             usual = statistics.median(self._known)
             if seconds - usual > LEAST_STALL_SECONDS and seconds > TIMES_USUAL * usual:
@@ -66,9 +66,9 @@ class SlownessMeter:
         return stalled
 
     def take(self, waited: float) -> list[float]:
-        """Return by rank the seconds that it was busy since the last call, 0 for the other ranks.
+        """Return a vector of all ranks: this rank's busy seconds since the last call, else zeros.
 
-        `waited`: for data. Waits for the device.
+        `waited`: seconds that it waited for data. Waits for the device.
         """
         passes, self._passes = self._passes, []
         if self._world.device.type == "cuda":
@@ -81,7 +81,7 @@ class SlownessMeter:
         return busy_R
 
     def take_frozen(self) -> list[float]:
-        """Return by rank for how long it was frozen since the last call. A collective."""
+        """Return for how many seconds each rank was frozen since the last call. A collective."""
         self._look()  # the thread may not have run since
         with self._lock:
             frozen, self._frozen = self._frozen, 0.0
@@ -121,7 +121,10 @@ class SlownessMeter:
 def rank_that_stalled(
     stalled: float, frozen_R: Sequence[float], busy_R: Sequence[float]
 ) -> int | None:
-    """Return the one rank that was frozen or busy for at least half of the stall, if any was."""
+    """Return the rank that was frozen, or else busy, for much longer than any other.
+
+    The difference is at least half of the stall. None if there is one rank, or no such rank.
+    """
     for seconds_R in (frozen_R, busy_R):
         longest = max(seconds_R)
         rank = seconds_R.index(longest)
@@ -144,7 +147,7 @@ def slowest_rank(step: int, seconds_R: Sequence[float]) -> Slowdown | None:
 class StragglerWatch:
     """Names a rank once: when it took SLOW times as long as others for some intervals in a row.
 
-    At least 3 intervals, and enough of them that it has cost a second.
+    They are at least 3, and enough that the rank has cost a second.
     """
 
     def __init__(self) -> None:

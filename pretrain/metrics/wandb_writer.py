@@ -1,7 +1,7 @@
 """A copy of a run's measurements on Weights & Biases, logged by rank 0.
 
 The library hands lines to a process of its own, which uploads them and keeps them in RUN/wandb.
-Whatever it raises costs a run nothing but the copy.
+If the library raises an error, the copy ends and the run continues.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pretrain.rundir.metric_names import dashboard_values
 from pretrain.rundir.run_dir import RunDir
 
 Copy = Callable[[Sequence[Mapping[str, Any]]], None]
-# Only the run's settings and measurements: no console, code, host, packages or telemetry.
+# Settings that send only the run's settings and measurements: no console, code, host or packages.
 QUIET = {
     "console": "off",
     "silent": True,
@@ -33,7 +33,7 @@ QUIET = {
     "x_save_requirements": False,
     "x_transaction_log_flush_interval": 1.0,
     "init_timeout": float(os.environ.get("WANDB_INIT_TIMEOUT") or 60),
-    # For the last upload; the rest is on disk. A preempted job has little time left.
+    # Seconds for the last upload, because a preempted job has little time. The rest is on disk.
     "finish_timeout": 20.0,
 }
 
@@ -63,7 +63,7 @@ def wandb_copy(run_dir: RunDir, project: str) -> Iterator[Copy]:
         nonlocal session
         try:
             yield
-        except Exception as error:  # training continues without it
+        except Exception as error:  # training continues without the copy
             logger.warning("Weights & Biases gets no more of this attempt: %s", _reason(error))
             session = None
 
@@ -86,8 +86,8 @@ def wandb_copy(run_dir: RunDir, project: str) -> Iterator[Copy]:
 
 
 def _start(run_dir: RunDir, project: str) -> Any:
-    """Start the session, on disk alone if no server takes it."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports of the library's own crashes
+    """Start the session; only on disk if that fails with a server."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no reports of the library's crashes
     import wandb
 
     config = run_dir.config
@@ -105,12 +105,12 @@ def _start(run_dir: RunDir, project: str) -> Any:
             settings=wandb.Settings(**known),
         )
 
-    for name in ("wandb", ".wandb"):  # of the working directory, whose settings the library reads
+    for name in ("wandb", ".wandb"):  # the library reads these settings in the working directory
         refuse_foreign(Path(name, "settings").absolute())
     try:
         session = start()
     except (wandb.Error, OSError) as error:
-        wandb.teardown()  # the library's own process takes an id once
+        wandb.teardown()  # the library's process would not take the same id again
         session = start("offline")
         logger.warning(
             "Weights & Biases: %s; this attempt is kept in %s; upload it with `wandb sync`",

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """metrics.jsonl. Lines after `step` are removed first: those steps are repeated.
+    """metrics.jsonl. Lines after `step` are removed first, because those steps are repeated.
 
-    `may_write` raises UserError before a write in an attempt that was replaced. While storage
-    fails, lines are kept in memory and written with later ones; StorageError once `run_dir` gives
-    up.
+    `may_write` is called before each write, and raises UserError in an attempt that was replaced.
+    While storage fails, lines wait in host memory and are written with later ones. StorageError
+    once this has lasted as long as `run_dir.retry` allows.
     """
 
     def __init__(self, run_dir: RunDir, step: int, may_write: Callable[[], None]) -> None:
@@ -38,7 +38,7 @@ class MetricsFile:
         self._left = b""  # what could not be written yet
 
     def append(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Write the lines; the last one of an interval with the run's sums until then."""
+        """Write the lines; add the run's totals until then to the last line of an interval."""
         for line in lines:
             self._spent.add(line)
             if "tokens_per_second" in line:
@@ -49,7 +49,7 @@ class MetricsFile:
         self.write()
 
     def write(self) -> str:
-        """Write what is left in memory; returns why that failed, or ''."""
+        """Write the lines that wait; return why that failed, or ''."""
         if not self._left:
             return ""
         try:
@@ -70,8 +70,8 @@ class MetricsFile:
 class TensorBoard:
     """A copy of metrics.jsonl in event files. What a killed run logged after `step` is dropped.
 
-    Lines that a disk does not take are missing there, and the next ones start another file. The
-    library's own writer never writes again after one failure.
+    Lines whose write fails are missing there, and later lines start another file. The library's own
+    writer is not used, because it never writes again after one failure.
     """
 
     def __init__(self, directory: Path, step: int) -> None:
@@ -115,7 +115,7 @@ class TensorBoard:
     def _write(self, **fields: Any) -> None:
         from tensorboard.compat.proto import event_pb2
 
-        # its classes are made when it is imported
+        # pyright cannot see its classes, which are made when it is imported.
         event = event_pb2.Event(wall_time=time.time(), **fields)  # pyright: ignore[reportAttributeAccessIssue]
         self._records.write(event.SerializeToString())
 
@@ -132,7 +132,7 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def after_step(self, step: int) -> None:
-        """Start or end the recording if `step`, which was made, is its last or the previous one."""
+        """Take the step that has ended: start or end the recording after it."""
         if self._profile is not None and step == self._last:
             self.close()
         if self._first and step == self._first - 1:
@@ -148,7 +148,7 @@ class StepProfiler:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(self._path))
-        except OSError as error:  # not worth ending or delaying a run
+        except OSError as error:  # a trace is not worth ending or delaying a run
             logger.warning("no profiler trace: %s", os_error_text(error))
             return
         logger.info("profiler trace of steps %d to %d: %s", self._first, self._last, self._path)

@@ -1,9 +1,7 @@
-"""One look for every chart: colors, ticks, legends, and the figure as SVG, PNG, PDF and CSV.
-Torch-free. `charts.mplstyle` has the rest of the look. The charts of run reports follow; X marks
-the steps of a series.
+"""The look of every chart, its files (SVG, PNG, PDF, CSV), and the charts of run reports.
 
-On a page, COLORS become variables of its style sheet, which follow the reader's light or dark
-setting.
+Torch-free. `charts.mplstyle` has the rest of the look. On a page, COLORS become variables of its
+style sheet, which follow the reader's light or dark setting. X marks the steps of a series.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLE = Path(__file__).with_name("charts.mplstyle")
-# Of a single chart: narrow, so that its text is large enough on a phone 400 px wide.
+# A single chart is narrow, so that its text is large enough on a phone 400 px wide.
 CHART_WIDTH_INCHES = 4.6
-PIXELS_PER_INCH, WIDEST_PIXELS = 113, 620  # on a page, at most
+PIXELS_PER_INCH, WIDEST_PIXELS = 113, 620  # the largest width of a chart on a page
 LEGEND_ROW_INCHES, LEGEND_CHARACTERS_PER_INCH, MOST_COLUMNS = 0.18, 16, 5
 INK, FAINT, GRID, ALARM, SURFACE = "#22252a", "#50555d", "#e4e2dc", "#c2410c", "#ffffff"
 FIRST, SECOND = "#b9c7dd", "#2456a6"
@@ -57,8 +55,8 @@ SERIES = ("#4f83d6", "#d9772f", "#2f9e6e", "#a05bb5", "#c9a02b", "#d1495b", "#3a
 SPECTRUM = ("#5a2695", "#3550ab", "#1b77ac", "#229298", "#39a776", "#7fa841", "#bca828", "#efa63c")
 # ... with a marker for each of a dozen.
 MARKERS = "osD^vPX<>ph8"
-# Decades that an axis spans at most -> where within a decade it has ticks; shorter axes are as
-# good as linear
+# In decades: shorter logarithmic axes have the ticks of linear ones. Below: the most decades that
+# an axis spans, and where within a decade it then has ticks.
 SHORT_AXIS = 0.3
 TICKS_OF_A_DECADE = (
     (0.7, (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)),
@@ -66,11 +64,11 @@ TICKS_OF_A_DECADE = (
     (np.inf, (1.0,)),
 )
 DASHED = (0, (4, 3))
-SHOWN_PERCENT = 98  # of the losses; higher ones are hidden where the run starts, and nowhere else
+SHOWN_PERCENT = 98  # percentile of the losses; a run's first losses above it are hidden
 SMALLEST_NORM = 1e-12  # a logarithmic axis cannot show 0
 # What a run had spent when a line of measurements was written; None where that is not known.
 Spent = Callable[[History, Mapping[str, Any]], float | None]
-Run = tuple[History, str]  # and its member
+Run = tuple[History, str]  # a run's history, and the name of its member
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def canvas(height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Ax
     import matplotlib
     from matplotlib.figure import Figure
 
-    # From its defaults: anyone may have written a matplotlibrc into the working directory.
+    # On matplotlib's defaults: others may have written a matplotlibrc into the working directory.
     matplotlib.rc_file(STYLE, use_default_template=True)
     figure = Figure(figsize=(CHART_WIDTH_INCHES, height_inches))
     axes = figure.subplots()
@@ -98,7 +96,7 @@ def canvas(height_inches: float, x_label: str, y_label: str) -> tuple[Figure, Ax
 
 
 def spread_colors(count: int) -> list[str]:
-    """Return a different color for each value, in the order of the spectrum."""
+    """Return `count` different colors, in the order of the spectrum."""
     places = [i * (len(SPECTRUM) - 1) / max(1, count - 1) for i in range(count)]
     if count <= len(SPECTRUM):
         return [SPECTRUM[round(place)] for place in places]
@@ -108,7 +106,7 @@ def spread_colors(count: int) -> list[str]:
 
 
 def spread_markers(count: int) -> list[str]:
-    """A marker for each value, which repeat after a dozen."""
+    """Return `count` markers, which repeat after a dozen."""
     return [MARKERS[index % len(MARKERS)] for index in range(count)]
 
 
@@ -165,7 +163,7 @@ def legend(axes: Axes, title: str = "", **options: Any) -> None:
 
 
 def legend_above(figure: Figure, axes: Axes, title: str = "", most_columns: int = 3) -> None:
-    """The legend of these axes outside of them, where it covers nothing."""
+    """Draw the legend above the axes, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     columns = _legend_columns(figure, labels, most_columns)
     position: Any = "outside upper center"
@@ -173,7 +171,7 @@ def legend_above(figure: Figure, axes: Axes, title: str = "", most_columns: int 
 
 
 def _legend_columns(figure: Figure, labels: Sequence[str], most: int = 3) -> int:
-    """How many columns of a legend's labels are no wider than the figure."""
+    """Return how many columns of labels fit into the figure's width, at most `most`."""
     characters = LEGEND_CHARACTERS_PER_INCH * figure.get_figwidth()
     return max(1, min(most, len(labels), int(characters // (max(map(len, labels), default=0) + 6))))
 
@@ -197,7 +195,7 @@ def chart_html(figure: Figure, alternative: str) -> str:
 
 
 def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) -> str:
-    """Return one panel as inline SVG, and write it to `directory` under its title, too."""
+    """Return one panel as inline SVG; also write it to files in `directory`, named by its title."""
     figure, axes = canvas(height_inches, panel.x_label, panel.y_label)
     if panel.x_label in ("step", "tokens"):
         axes.locator_params("x", integer=True)
@@ -216,7 +214,7 @@ def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) 
 
 
 def save_figure(path: Path, figure: Figure, title: str) -> None:
-    """Write a figure as PNG, SVG and PDF, titled in their metadata, and what it draws as CSV."""
+    """Write a figure as PNG, SVG and PDF, with the title as metadata, and its points as CSV."""
     for form, unwanted in (("png", "Software"), ("svg", "Date"), ("pdf", "CreationDate")):
         with atomic_write(path.with_suffix(f".{form}")) as file:
             figure.savefig(file, format=form, metadata={unwanted: None, "Title": title})
@@ -231,12 +229,12 @@ def drawn_values(figure: Figure) -> list[dict[str, Any]]:
         for shape in axes.collections:
             offsets = np.asarray(shape.get_offsets())
             outlines = [path.vertices for path in shape.get_paths()]
-            places = [offsets] if len(offsets) > 1 else outlines
-            series += [(str(shape.get_label()), np.asarray(each)) for each in places]
-        for name, places in series:
+            curves = [offsets] if len(offsets) > 1 else outlines
+            series += [(str(shape.get_label()), np.asarray(curve)) for curve in curves]
+        for name, points in series:
             rows += [
                 {"series": name.removeprefix("_"), "x": f"{x:.8g}", "y": f"{y:.8g}"}
-                for x, y in np.asarray(places, float)
+                for x, y in np.asarray(points, float)
                 if math.isfinite(x) and math.isfinite(y)
             ]
     return rows
@@ -273,7 +271,7 @@ def run_panels(history: History) -> list[Panel]:
 
 
 def comparison_panels(histories: Sequence[History], members: Sequence[str]) -> list[Panel]:
-    """Losses over tokens, FLOPs and time, and speeds over steps, a color per member."""
+    """Return losses over tokens, FLOPs and time, and speeds over steps, with a color per member."""
     loss, seconds = "loss, nats per token", "seconds of training"
     runs = list(zip(histories, members, strict=True))
     return [
@@ -285,7 +283,7 @@ def comparison_panels(histories: Sequence[History], members: Sequence[str]) -> l
 
 
 def _loss(history: History, axes: Axes) -> None:
-    """Step losses, smoothed, and validation losses; where steps were rewound or skipped."""
+    """Draw the step losses, these smoothed, validation losses, and marks of rewinds and skips."""
     steps_X, losses_X = history.series("loss")
     axes.plot(steps_X, losses_X, color=FIRST, linewidth=0.8, label=STEP_LOSS)
     smooth = {"color": SECOND, "linewidth": 1.6, "label": SMOOTHED_LOSS}
@@ -310,9 +308,9 @@ def _loss(history: History, axes: Axes) -> None:
 def _hide_the_first_losses(
     axes: Axes, trained: Sequence[np.ndarray], validated_X: np.ndarray
 ) -> None:
-    """Let the axis end above every loss but the first steps', which would press the rest together.
+    """End the axis above all losses but those of the first steps, which would flatten the rest.
 
-    A spike later on is what a reader looks for, so its peak is always shown.
+    The peak of a later spike is always shown, because a reader looks for it.
     """
     highest, lowest = -np.inf, np.inf
     for losses_X in trained:
@@ -344,7 +342,7 @@ def _learning_rate(history: History, axes: Axes) -> None:
 
 
 def _gradient_norm(history: History, axes: Axes) -> None:
-    """The norm before clipping, on a logarithmic axis, and where it was clipped."""
+    """Draw the norm before clipping, on a logarithmic axis, and the norm that it is clipped to."""
     steps_X, norms_X = history.series("grad_norm")
     axes.plot(steps_X, np.maximum(norms_X, SMALLEST_NORM), color=SECOND, linewidth=0.8)
     if clip := history.config.optim.clip_norm:
@@ -354,7 +352,7 @@ def _gradient_norm(history: History, axes: Axes) -> None:
 
 
 def _by_layer(kind: str, history: History, axes: Axes) -> None:
-    """A line per layer in the order of the spectrum; parameters outside of layers stand out."""
+    """Draw a line per layer, colored by depth; parameters outside of layers have other colors."""
     colors = {"embedding": INK, "output": ALARM, "shared": FAINT}
     names = history.layers(kind)
     layers = [name for name in names if name not in colors]
@@ -369,7 +367,7 @@ def _by_layer(kind: str, history: History, axes: Axes) -> None:
 
 
 def _value_of_memory(history: History, axes: Axes) -> None:
-    """Validation loss with the training's memory and with none."""
+    """Draw the validation loss with the memory of training and without memory."""
     without, with_memory = (
         history.series(name, history.evaluations) for name in ("loss_without_memory", "loss")
     )
@@ -396,7 +394,7 @@ def _losses_of_sets(history: History, axes: Axes) -> None:
 
 
 def _progress(history: History, axes: Axes) -> None:
-    """The step over the time since the first start, with every failed attempt and every rewind."""
+    """Draw the step over the time since the first start, marking failed attempts and rewinds."""
     seconds_X, steps_X = history.progress
     units = (("hours", 3600, 7200), ("minutes", 60, 180), ("seconds", 1, -np.inf))
     unit, divisor = next((unit, size) for unit, size, least in units if seconds_X[-1] > least)
@@ -409,9 +407,10 @@ def _progress(history: History, axes: Axes) -> None:
 
 
 def _losses(runs: Sequence[Run], spent: Spent, axes: Axes) -> None:
-    """Smoothed losses over what was spent, and validation losses as dots, a color per member.
+    """Draw smoothed losses over what was spent, and validation losses as dots, a color per member.
 
-    Of several seeds their mean where all have losses, in a band from the lowest to the highest.
+    Several seeds of a member are drawn as their mean, in a band from the lowest to the highest,
+    where all of them have losses.
     """
     for name, color, histories in _members(runs):
         curves = []
@@ -439,25 +438,25 @@ def _losses(runs: Sequence[Run], spent: Spent, axes: Axes) -> None:
 
 
 def _members(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[History]]]:
-    """Yield each member with its color and its runs, as the tables beside the charts have it."""
+    """Yield each member's name, its color and its runs, in the order of the members."""
     names = list(dict.fromkeys(member for _, member in runs))
-    many = spread_colors(len(names)) if len(names) > len(SERIES) else SERIES
-    for member, name, color in zip(names, distinguished(names), many, strict=False):
+    colors = spread_colors(len(names)) if len(names) > len(SERIES) else SERIES
+    for member, name, color in zip(names, distinguished(names), colors, strict=False):
         yield name, color, [history for history, of_run in runs if of_run == member]
 
 
 def _tokens(history: History, line: Mapping[str, Any]) -> float | None:
-    """How many tokens the run had read when the line was written."""
+    """Return how many tokens the run had read when the line was written."""
     return line["tokens"]
 
 
 def _flops(history: History, line: Mapping[str, Any]) -> float | None:
-    """The training FLOPs until then, at the mean of the run's per token."""
+    """Return the training FLOPs until the line, at the run's mean of FLOPs per token."""
     return (history.results.flops or 0) * line["tokens"] / max(history.tokens, 1)
 
 
 def _seconds(history: History, line: Mapping[str, Any]) -> float | None:
-    """How long the run had trained, without evaluations; known at the ends of intervals."""
+    """Return how long the run had trained, without evaluations; None inside of an interval."""
     totals = parse_totals(line)
     return None if totals is None else totals.steps
 

@@ -24,9 +24,9 @@ class Card:
 def page(
     title: str, kicker: str, lead: str, cards: Sequence[Card], sections: Sequence[str], footer: str
 ) -> str:
-    """The whole document; `sections` are HTML already, everything else is text."""
+    """Return the whole document; `sections` are HTML already, everything else is text."""
     document = _macros().page(title, kicker, lead, cards, sections, footer)
-    # bytes of a file's name that are not text are escaped
+    # A file's name may have bytes that are not text.
     return str(document).encode(errors="backslashreplace").decode()
 
 
@@ -37,7 +37,7 @@ def write_page(path: Path, document: str) -> None:
 
 
 def section(title: str, *parts: str) -> str:
-    """A titled box; `parts` are HTML."""
+    """Return a titled box; `parts` are HTML."""
     return str(_macros().section(title, parts))
 
 
@@ -50,12 +50,12 @@ def preformatted(words: str) -> str:
 
 
 def folded(summary: str, part: str) -> str:
-    """What a click on the summary shows; `part` is HTML."""
+    """Return `part`, which is HTML, hidden until a reader clicks on the summary."""
     return str(_macros().folded(summary, part))
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") -> str:
-    """A table of texts that scrolls sideways where it is too wide."""
+    """Return a table of texts that scrolls sideways where it is too wide."""
     return str(_macros().table(heads, rows, style))
 
 

@@ -1,7 +1,8 @@
 """Members of a comparison: runs that differ only in their seeds, and a table of their losses.
 
-A difference is paired: by seeds for its interval, which says whether training again would show it,
-and by parts of the split for its mark, which says whether other text would.
+A difference between members is paired in two ways. Paired by seeds, it has an interval, which says
+whether training again would show the difference. Paired by parts of the split, it may get a mark,
+which says that another text might not show it.
 """
 
 import math
@@ -18,8 +19,8 @@ from foundation.tables import latex_table, write_csv
 from pretrain.rundir.evaluated_text import EvaluatedText, difference_error
 from pretrain.terminal.text import format_number
 
-LEVEL = 0.95
-NO_EFFECT = ("seed", "checkpoint.", "metrics.")  # settings that make no other member
+LEVEL = 0.95  # of the intervals
+NO_EFFECT = ("seed", "checkpoint.", "metrics.")  # runs that differ only in these are one member
 HEADS = ("member", "n", "loss", "standard error", "difference", "95% interval", "validated on")
 NOTE = (
     "n: seeds. Differences are from the first member, paired by seed; ? marks one that the text of "
@@ -29,7 +30,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Member:
-    """Final losses of the runs of one member, by seed, and what they rest on."""
+    """Final losses of one member's runs, and the text they were measured on, by seed."""
 
     name: str
     losses: dict[int, float]
@@ -82,7 +83,8 @@ def _half_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def member_names(names: Sequence[str], changed: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return the member of each run: its name without the seed, else the settings that differ."""
+    """Return the member of each run: its name without the seed, if this distinguishes just the
+    members; else the settings that differ."""
     keys = [key for key in changed if not key.startswith(NO_EFFECT)]
     values = [tuple(value_text(changed[key][index]) for key in keys) for index in range(len(names))]
     stems = [re.sub(r"-?(s|seed)-?\d+$", "", name) or name for name in names]

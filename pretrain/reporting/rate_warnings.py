@@ -1,14 +1,14 @@
 """Warnings of a learning rate that looks too high or too low, for a run's report.
 
-Steps of the warm-up and skipped ones count for nothing, but for the rise above untrained weights.
-
-too high  the smoothed loss rose to 1.5 times ln V, as of untrained weights; or the last fifth of
-          the step losses is a tenth above the lowest fifth, and validation does not contradict it
+too high  the smoothed loss rose to 1.5 times the loss of untrained weights (ln V, or the first loss
+          if that is higher); or the last fifth of the step losses is a tenth above the lowest
+          fifth, unless the latest validation loss is within 1% of the lowest
 too low   the median update of the layers is below a 10,000th of their weights (usual: a 1000th)
 
-Of runs of 200 steps at 1e-6 to 1, those at 1e-5 and less, which learned nothing, are too low, and
-those at 0.1 and more, whose validation losses ended worst, too high. Updates do not show that: too
-high a rate makes the weights as much larger.
+Only the first condition counts steps of the warm-up. In runs of 200 steps at rates from 1e-6 to 1,
+"too low" was said at 1e-5 and less, where nothing was learned, and "too high" at 0.1 and more,
+where validation losses were worst. Updates do not show a rate that is too high: it makes the
+weights larger by as much.
 """
 
 import math
@@ -19,11 +19,11 @@ import numpy as np
 from pretrain.reporting.run_history import History
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS
 
-LEAST_STEPS = 50  # after the warm-up; fewer say nothing
-SMALL_UPDATE = 1e-4  # of the weights
-ABOVE_UNTRAINED = 1.5
-PARTS, LARGE_RISE = 5, 0.1  # of the losses: the last part is so far above the lowest
-# Of the validation loss: less than this above its lowest, and only the training data got harder.
+LEAST_STEPS = 50  # after the warm-up; with fewer, updates and rises are not judged
+SMALL_UPDATE = 1e-4  # relative to the weights
+ABOVE_UNTRAINED = 1.5  # times the loss of untrained weights
+PARTS, LARGE_RISE = 5, 0.1  # parts of the losses; how far the last is above the lowest, relative
+# If the validation loss is less than this above its lowest, only the training data got harder.
 LEAST_RISE = 0.01
 
 
@@ -50,7 +50,7 @@ def _too_high(history: History) -> Iterator[str]:
 
 
 def _untrained_loss(history: History) -> float:
-    """What untrained weights lose, about; infinite if the run started from trained ones."""
+    """Return about the loss of untrained weights; inf if the run started from trained ones."""
     if history.config.initial_weights is not None:
         return math.inf
     first = float(history.smooth_loss[1][0])
@@ -69,7 +69,7 @@ def _too_low(history: History) -> Iterator[str]:
 
 
 def _median_update(history: History) -> float | None:
-    """Return the layers' median update, by their weights, at half of the highest rate or more."""
+    """Return the layers' median update by their weights, of steps at half the peak rate or more."""
     peak = history.config.optim.learning_rate
     rates = {line["step"]: line["learning_rate"] for line in history.train}
     updates = [
@@ -84,7 +84,7 @@ def _median_update(history: History) -> float | None:
 
 
 def _rise(history: History) -> float:
-    """Return how far the latest phase's last losses are above its lowest; 0 if that is no sign."""
+    """Return how far the latest phase's last losses are above its lowest; 0 unless it is clear."""
     measured, optim = history.measured, history.config.optim
     starts = [phase.from_step for phase in history.config.data.phases]
     first = max([optim.schedule.warmup_steps, *(start for start in starts if start < history.step)])
@@ -104,7 +104,7 @@ def _rise(history: History) -> float:
 
 
 def _after_warmup(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values after the warm-up at the ends of intervals."""
+    """Return steps and values after the warm-up at the ends of intervals, not of skipped steps."""
     warmup = history.config.optim.schedule.warmup_steps
     lines = [
         line

@@ -1,4 +1,4 @@
-"""What came out of runs, and how their settings differ: the same wherever runs stand side by side.
+"""The results of runs, and how their settings differ, for every table of runs side by side.
 
 Torch-free, and without numpy, so that `launcher` can show it.
 """
@@ -36,7 +36,7 @@ class RunResults:
     validation_loss: float | None = None
     validation_step: int | None = None  # of the evaluation, if not the run's latest step
     validation_error: float | None = None  # standard error of that loss, over documents
-    validation_text: str = "-"  # the tokens and documents that it rests on
+    validation_text: str = "-"  # how many tokens and documents were scored
     bits_per_byte: float | None = None
     memory_gain: float | None = None
     parameters: int | None = None
@@ -100,14 +100,14 @@ def results_of(
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:
-    """Return names of settings, without the run's, that are not the same in all -> each value."""
+    """Return settings that differ -> their value in each run; the run's name does not count."""
     first, *others = map(to_tree, configs)
     keys = {key for other in others for key in differences(first, other)} - {"name"}
     return {key: [_value_at(tree, key) for tree in (first, *others)] for key in sorted(keys)}
 
 
 def _value_at(tree: Any, key: str) -> Any:
-    """The value of a setting; a mapping has values under names that only one side may have."""
+    """Return the value of a setting; "-" if the tree has none, as in a mapping of free names."""
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return "-" if tree is None else tree

@@ -1,6 +1,6 @@
 """A run's past as its directory has it, thinned to what a chart can show. Torch-free.
 
-Memory does not grow with the run. B marks buckets: stretches of the run of equal length.
+The size of a history does not grow with the run. B marks buckets: stretches of equally many steps.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from pretrain.rundir.metrics_file import (
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_step import run_step
 
-MOST_BUCKETS = 1500  # a run of fewer steps is kept whole
+MOST_BUCKETS = 1500  # a run of no more steps is kept whole
 logger = logging.getLogger(__name__)
 
 Line = Mapping[str, Any]
@@ -40,11 +40,14 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measurements:
-    """What is kept of metrics.jsonl; sums and counts are of all steps."""
+    """What is kept of metrics.jsonl; sums and counts are of all steps.
+
+    Arrays have the buckets that have losses.
+    """
 
     train: list[Line]  # of each bucket the last one, and those that stand out
     evaluations: list[Line]
-    loss_steps_B: np.ndarray  # of buckets with a loss: where the last one was
+    loss_steps_B: np.ndarray  # the last step with a loss
     loss_sums_B: np.ndarray
     num_losses_B: np.ndarray
     num_skipped: int
@@ -54,9 +57,10 @@ class Measurements:
 def thinned(
     measurements: Iterable[Line], last_step: int, most_buckets: int = MOST_BUCKETS
 ) -> Measurements:
-    """Read all measurements once, oldest first.
+    """Read all measurements once, oldest first, and return what is kept of them.
 
-    A bucket keeps its last line, its last interval, highest loss and norm, and last skipped step.
+    A bucket keeps its last line, and the lines of its last interval's end, highest loss, highest
+    norm and last skipped step.
     """
     size = max(1, -(-last_step // most_buckets))
     train: list[Line] = []
@@ -101,7 +105,7 @@ class History:
     config: RunConfig
     measured: Measurements
     ledger: Sequence[Event]
-    last_sign: float  # when the measurements were last written, seconds since 1970
+    last_sign: float  # when the latest measurement was written, seconds since 1970
     saved_step: int  # of the latest checkpoint
     is_running: bool = False
 
@@ -115,7 +119,7 @@ class History:
 
     @property
     def name(self) -> str:
-        """The run's name and its directory's, where that says more."""
+        """The run's name, and in brackets its directory's name if that differs."""
         return (
             self.config.name
             if self.path.name in (self.config.name, "")
@@ -132,7 +136,7 @@ class History:
     def series(
         self, name: str, lines: Sequence[Line] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of a measurement, where there is one."""
+        """Return the steps that have a measurement, and its values; of train lines by default."""
         points = [
             (line["step"], line[name])
             for line in (self.train if lines is None else lines)
@@ -142,7 +146,7 @@ class History:
         return steps_X, values_X
 
     def layers(self, kind: str) -> list[str]:
-        """The layers that a kind of norm was measured of, such as `layer.0`."""
+        """Return the names of layers, such as `layer.0`, whose norms of this kind were measured."""
         measured = next(
             (line for line in self.train if any(key.startswith(f"{kind}/") for key in line)), {}
         )
@@ -175,7 +179,7 @@ class History:
 
     @property
     def unsaved(self) -> str:
-        """What a restart would repeat, if it is more than an interval of checkpoints."""
+        """How much is saved, as text, if a restart would repeat more than a checkpoint interval."""
         is_far = self.step - self.saved_step > self.config.checkpoint.interval
         saved = f"only step {self.saved_step:,}" if self.saved_step else "no step"
         return f"{saved} of {self.step:,} is saved" if is_far else ""
@@ -195,12 +199,12 @@ class History:
 
     @property
     def time_spent(self) -> TimeSpent | None:
-        """What the time went into until the run last wrote something; None before any."""
+        """How time was spent until the run last wrote; None before its first interval of steps."""
         return time_spent(self.summary, self.ledger, self._end)
 
     @property
     def progress(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds since the first start, and the run's step at each; it falls at a rewind."""
+        """Times in seconds since the first start, and the run's step then, which rewinds lower."""
         points = [(event.time, step) for event, step in self._steps_of_events]
         points += [(event.time + 0.001, event.to_step) for event in self.rewinds]
         points += [(line["time"], line["step"]) for line in self.train if "time" in line]
@@ -209,7 +213,7 @@ class History:
 
     @property
     def setbacks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds since the first start, and the step, of every failed attempt and rewind."""
+        """Seconds since the first start, and steps, of all failed attempts and rewinds."""
         points = [(event.time, event.step) for event in [*self.failures, *self.rewinds]]
         seconds_X, steps_X = np.array(sorted(points), float).reshape(-1, 2).T
         return seconds_X - self._first_second, steps_X
@@ -225,14 +229,14 @@ class History:
 
     @property
     def _steps_of_events(self) -> list[tuple[Event, int]]:
-        """The events that name a step at which the run then is; a save is told some steps later."""
-        told = [e for e in self.ledger if not isinstance(e, (Published, ResumeFrom))]
-        steps = ((event, getattr(event, "step", None)) for event in told)
+        """Events with the step that the run was at; a save's event is some steps after its step."""
+        timely = [e for e in self.ledger if not isinstance(e, (Published, ResumeFrom))]
+        steps = ((event, getattr(event, "step", None)) for event in timely)
         return [(event, step) for event, step in steps if step is not None]
 
 
 def read_history(path: Path) -> History:
-    """The past of the run in this directory, or up to its checkpoint RUN@STEP.
+    """Return the past of the run in this directory, or up to its checkpoint RUN@STEP.
 
     DataError if it has made no step yet.
     """
@@ -261,13 +265,13 @@ def read_history(path: Path) -> History:
         ledger=ledger,
         last_sign=last_sign,
         saved_step=latest_step(run_dir.checkpoints) if until is None else until,
-        # a lock of another host cannot be looked up: its run counts as running
+        # Whether another host's lock is held cannot be known: such a run counts as running.
         is_running=until is not None or any(lock.is_held is not False for lock in run_dir.locks()),
     )
 
 
 def read_histories(paths: Sequence[Path]) -> list[History]:
-    """Return the pasts of these runs; those without a measured step are warned of."""
+    """Return the pasts of these runs; leave out, with a warning, those without a measured step."""
     histories, problems = [], []
     for path in paths:
         try:

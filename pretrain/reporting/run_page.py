@@ -44,7 +44,7 @@ from pretrain.terminal.text import counted, fitted_table, format_number, perplex
 MOST_EVENTS = 60
 FIGURES = "figures"  # the directory beside a page
 CHART_INCHES = 2.3
-# Of an evaluation's line, what is not a result of its own, or is one under another name.
+# Fields of an evaluation's line that are no results, or that RunResults has by another name.
 _NOT_RESULTS = ("kind", "step", "seconds", "loss", "bits_per_byte", PARTS)
 
 
@@ -66,7 +66,7 @@ def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
     ]
     names = [printable(history.path.name) for history in histories]
     tables = [
-        _table(names, [{key: value_text(each[key]) for key in each} for each in settings]),
+        _table(names, [{key: value_text(own[key]) for key in own} for own in settings]),
         _table(names, list(map(_numbers, histories))),
     ]
     members, seeds = member_names(names, changed), [history.config.seed for history in histories]
@@ -78,12 +78,12 @@ def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
     document = render_comparison(histories, members, directory / FIGURES, tables)
     write_page(directory / "compare.html", document)
     values = [
-        {**each, **_results(history)} for each, history in zip(settings, histories, strict=True)
+        {**own, **_results(history)} for own, history in zip(settings, histories, strict=True)
     ]
     heads = ["run", *dict.fromkeys(name for line in values for name in line)]
     lines = [
-        {**line, **{key: value_text(line[key]) for key in each}}
-        for line, each in zip(values, settings, strict=True)
+        {**line, **{key: value_text(line[key]) for key in own}}
+        for line, own in zip(values, settings, strict=True)
     ]
     write_csv(directory / "compare.csv", list(dict.fromkeys(heads)), lines)
     texts = [fitted_table(rows) for rows in tables if len(rows[0]) > 1]
@@ -113,7 +113,7 @@ def _table(names: Sequence[str], cells: Sequence[Mapping[str, str]]) -> list[tup
 
 
 def _results(history: History) -> dict[str, Any]:
-    """Return what a row of compare.csv has besides the settings."""
+    """Return the columns of compare.csv other than the settings, for one run."""
     evaluation = history.summary.evaluation or {}
     measured = {name: value for name, value in evaluation.items() if name not in _NOT_RESULTS}
     return {
@@ -125,7 +125,7 @@ def _results(history: History) -> dict[str, Any]:
 
 
 def summary(history: History) -> str:
-    """The run in a line."""
+    """Return the run's state and results in one line."""
     steps = history.config.optim.steps
     results = history.results
     parts = [
@@ -142,7 +142,7 @@ def summary(history: History) -> str:
 
 
 def run_page(history: History, figures: Path) -> str:
-    """The whole page; its figures are also files in `figures`."""
+    """Return the page of a run; write its figures to files in `figures` as well."""
     step = f"Step {history.step:,} of {history.config.optim.steps:,}"
     step = "; ".join(filter(None, (step, history.unsaved)))
     lead = f"{setup_of(history.config)}. {step}."
@@ -152,7 +152,7 @@ def run_page(history: History, figures: Path) -> str:
     ]
     footer = (
         "Written by 'pretrain report' from metrics.jsonl and ledger.jsonl. "
-        "Losses in nats per token, but for bits per byte."
+        "Losses are in nats per token, unless they say bits per byte."
     )
     sections = [
         *_warnings(history),
@@ -244,8 +244,8 @@ def _time(history: History) -> str:
         for name, seconds in vars(spent).items()
     ]
     words = (
-        "Goodput is the part of training. Restarts are all that has no line of its own: starts, "
-        "waiting after failures, steps made again."
+        "Goodput is the part of productive steps. Restarts are the time that no other line has: "
+        "starts, waiting after failures, steps made again."
     )
     return section("Time", paragraph(words), table(["", "time", "part"], rows, "named"))
 
@@ -268,7 +268,7 @@ def render_comparison(
     figures: Path,
     tables: Sequence[Sequence[Sequence[str]]],
 ) -> str:
-    """The whole page; its figures are also files in `figures`."""
+    """Return the page of several runs; write its figures to files in `figures` as well."""
     about = " / ".join(history.about for history in histories)
     losses, over_flops, over_time, speeds = (
         panel_html(panel, 2.8, figures, about) for panel in comparison_panels(histories, members)
