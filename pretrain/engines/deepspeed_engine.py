@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO 0 to 3 as an Engine; the only module that imports deepspeed.
 
 Under ZeRO-3 each parameter is sharded as soon as it is drawn, so no rank ever holds the model.
-DeepSpeed's own context for that, `deepspeed.zero.Init`, would draw in the rounded type, so that a
-run would not start from the same weights as in other stages; and it would hold a whole module.
+As a context, `deepspeed.zero.Init` would draw in the rounded type, so that a run would not start
+from the same weights as in other stages. It would also hold a whole module at a time.
 """
 
 import copy
@@ -107,7 +107,7 @@ def deepspeed_settings(
 ) -> dict[str, Any]:
     """Return DeepSpeed's settings, derived from the run's, with `engine.deepspeed_extra` merged in.
 
-    Raises ConfigError if that contradicts a derived setting.
+    Raises ConfigError if `deepspeed_extra` contradicts a derived setting.
     """
     batch = run.data.lanes
     derived: dict[str, Any] = {
@@ -137,7 +137,7 @@ def deepspeed_settings(
             # gradients by their norm, which the host reads anyway.
             derived["bf16"] = {"enabled": True, "check_grad_overflow": False}
         case "fp16":
-            # A constant for DeepSpeed: `_backward` sets the scale of each step (`loss_scale.py`).
+            # DeepSpeed's scale is constant: `_backward` sets each step's (`loss_scale.py`).
             derived["fp16"] = {"enabled": True, "loss_scale": 1.0}
         case _:
             assert_never(run.engine.number_format)
@@ -164,8 +164,8 @@ def deepspeed_settings(
 def _buckets(run: RunConfig, on_gpu: bool) -> dict[str, Any]:
     """Return default sizes that follow from the model; `engine.deepspeed_extra` can replace them.
 
-    DeepSpeed's own defaults are for billions of parameters: buckets of 2 GB, and under ZeRO-3 as
-    much of the model again that stays gathered for its next use.
+    DeepSpeed's own defaults are for billions of parameters: buckets of 2 GB, and under ZeRO-3 up to
+    a billion gathered parameters.
     """
     if run.engine.zero_stage == 0:
         return {}
@@ -239,7 +239,7 @@ class DeepSpeedEngine(ModelEngine):
         world: World,
         accumulation_steps: int,
     ) -> None:
-        """`build` makes the model; under stage 3 its parameters are sharded meanwhile."""
+        """`build` makes the model; under stage 3 each parameter is sharded once it is drawn."""
         deepspeed = _import_deepspeed(world.device)
         on_gpu = world.device.type == "cuda"
         settings = deepspeed_settings(run, world.world_size, accumulation_steps, on_gpu)
@@ -269,7 +269,7 @@ class DeepSpeedEngine(ModelEngine):
         self.module.train()
         self._fragments = ZeroFragments(self.module, self._optimizer, self._stage, world)
         self._set_initial_state(initial)
-        self._norm: float | None = None  # of the current step's gradients, once it was read
+        self._norm: float | None = None  # the current step's gradient norm; None until it is read
         names = [name for name, _ in self.module.named_parameters()]
         optimizer.skips = self._must_skip
         optimizer.index = FragmentIndex(

@@ -10,7 +10,7 @@ from pretrain.engines.engine import Engine, StepResult
 from pretrain.engines.wrapper import EngineWrapper
 from pretrain.optim.parameter_groups import Fragment
 
-EMA = "ema"  # a kind of values, as `weight`, `exp_avg` and `exp_avg_sq`
+EMA = "ema"  # its key in a fragment's values, beside `weight`, `exp_avg` and `exp_avg_sq`
 
 
 class EmaEngine(EngineWrapper):

@@ -21,8 +21,8 @@ from pretrain.model.parameters import dtype_of
 from pretrain.optim.loss_scale import INITIAL_SCALE, WINDOW, LossScaler
 from pretrain.optim.parameter_groups import Fragment, LayerSquares
 
-# Only torch's own GPU allocator raises OutOfMemoryError. This is the text of RuntimeErrors of its
-# CPU allocator, the CUDA driver, cuBLAS, cuDNN, Triton and NCCL (2 is cudaErrorMemoryAllocation).
+# Only torch's own GPU allocator raises OutOfMemoryError. This matches the RuntimeErrors of its CPU
+# allocator, the CUDA driver, cuBLAS, cuDNN, Triton and NCCL (2 is cudaErrorMemoryAllocation).
 _NO_MEMORY = re.compile(
     r"out.of.memory|can(no|')t allocate memory|std::bad_alloc|_ALLOC(ATION)?_FAILED"
     r"|Cuda failure 2\b|cudaErrorMemoryAllocation|failed to CUDA [mc]alloc",
@@ -48,7 +48,7 @@ class StepResult:
 
 
 class Scorer(ABC):
-    """The interface that evaluation uses, of an engine or of a model alone."""
+    """The interface for evaluation; an engine has it, or a model without an optimizer."""
 
     world: World
 
@@ -81,7 +81,7 @@ class Engine(Scorer):
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's fragments of fp32 weights and moments; together they are all."""
+        """Yield this rank's fragments of fp32 weights and moments; all ranks' make up the whole."""
 
     @abstractmethod
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:

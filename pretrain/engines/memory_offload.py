@@ -19,7 +19,7 @@ class MemoryOffload:
         self._device = device
         self._is_on = is_on
         self._stream = torch.cuda.Stream(device) if is_on and device.type == "cuda" else None
-        # By slot: when the copy of its last memory to the host has ended.
+        # Slot -> event after the copy of its last memory to the host.
         self._stored: dict[int, torch.cuda.Event] = {}
         self._leaving: tuple[Memory, torch.cuda.Event] | None = None
 
@@ -39,10 +39,10 @@ class MemoryOffload:
             return tuple(part.clone() for part in memory)
         current = torch.cuda.current_stream(self._device)
         if self._leaving is not None:
-            # `_leaving` keeps the device memory of the slot before alive until its copy has ended;
-            # that copy ran while this slot computed. With this wait the allocator can reuse it as
-            # soon as it is freed in stream order, so that at most three slots' memories are on the
-            # device, however far the loop runs ahead of it.
+            # `_leaving` keeps the previous slot's memory on the device until its copy has ended,
+            # which ran while this slot computed. After this wait the allocator may reuse that
+            # memory in stream order. So at most three slots' memories are on the device, however
+            # far the loop runs ahead.
             current.wait_event(self._leaving[1])
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -44,4 +44,4 @@ class EngineWrapper(Engine):
 
     def close(self) -> None:
         self._engine.close()
-        del self.module  # as the engine does, so that the model's memory is free
+        del self.module  # so that the model's memory can be freed

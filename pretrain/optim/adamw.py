@@ -40,7 +40,7 @@ def adam_updates(
 
 
 class FragmentOptimizer:
-    """What the optimizers share: they change nothing, nor count a step, while `skips()`.
+    """What the optimizers share. While `skips()` is true, a step changes and counts nothing.
 
     Once `index` and `meter` are set, updates are passed to the meter while it is on.
     """
@@ -48,8 +48,8 @@ class FragmentOptimizer:
     skips: Callable[[], bool] = staticmethod(lambda: False)
     index: FragmentIndex | None = None
     meter: LayerMeter | None = None
-    # Without torch's wrappers, which import its compiler to tell it to stay out of these methods:
-    # half of a rank's start.
+    # Without torch's wrappers: they import its compiler only to keep it out of these methods, which
+    # would take half of a rank's start.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 

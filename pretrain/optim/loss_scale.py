@@ -1,7 +1,7 @@
 """The loss scale of fp16 (Micikevicius et al. 2018).
 
-It is our own, and DeepSpeed sees a constant one: its scalers skip, count and halve in a different
-way in each ZeRO stage.
+The scaler is our own, and DeepSpeed sees a constant scale: its own scalers skip, count and halve
+differently in each ZeRO stage.
 """
 
 import math
@@ -34,17 +34,17 @@ class LossScaler:
         self._losses.append(loss.detach())
 
     def update(self, grad_norm: float, applied: bool) -> bool:
-        """Set the scale for the next step; returns whether this one overflowed. A collective.
+        """Set the scale for the next step; return whether gradients overflowed. A collective.
 
-        They overflowed if they are non-finite, all losses of all ranks are finite and the scale can
-        still be halved. Any other skipped update has another cause and leaves the scale alone: a
+        They overflowed if their norm is non-finite, all losses of all ranks are finite, and the
+        scale can be halved. Any other skipped update has another cause and leaves the scale: a
         non-finite loss would be non-finite at every scale, and halving for it would only hide the
         failure from `recovery`.
         """
         losses, self._losses = self._losses, []
         if math.isfinite(grad_norm):
             self._updates += applied
-            # More than `window` if the setting was lowered on resume.
+            # More than `window` if a checkpoint is resumed with a lower one.
             if self._updates >= self._window:
                 self._set(self.scale * 2.0)
             return False

@@ -6,10 +6,10 @@ All its singular values become about 1, so that rare directions count as much as
     O = NewtonSchulz((1 - momentum) g + momentum m)
     w = w (1 - lr decay) - lr scale O
 
-That needs whole matrices, and ZeRO shards them. The average is kept element by element where the
-weights are, like Adam's moments, so checkpoints save and reshard it alike. In each step a matrix
-travels to one rank, its owner, and its O back, both in the type of O's computation. All parts
-that a rank sends to another travel together, in one all-to-all each way.
+O needs whole matrices, and ZeRO shards them. The average m is kept element by element where the
+weights are, so checkpoints save and reshard it like Adam's moments. In each step one rank, the
+matrix's owner, receives all parts of a matrix and sends back the parts of O, in the type that O is
+computed in. All parts that a rank sends to another travel together, in one all-to-all each way.
 """
 
 import math
@@ -28,17 +28,18 @@ from pretrain.optim.adamw import GuardedAdamW
 from pretrain.optim.parameter_groups import Fragment, FragmentIndex, create_state
 
 Span = tuple[int, int]  # the elements [start, stop) of a flattened matrix
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the steepest at 0 that stays near 1
-SMALLEST_NORM = 1e-7
+# Of the polynomial of Jordan et al.: the steepest at 0 whose iterated values stay near 1.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SMALLEST_NORM = 1e-7  # of a matrix, against a division by 0
 MOMENTUM = 0.95  # decay of the average of gradients
 RMS_OF_ADAMW = 0.2  # of an element of AdamW's updates, as Liu et al. 2025 measured
 
 
 class MatrixExchange:
-    """The way of some matrices to their owners and back; making it is a collective.
+    """The exchange of matrices between holders and owners; the constructor is a collective.
 
     `shapes` and `costs`, by name, are equal on all ranks. `spans` are the elements that this rank
-    holds; without `is_sharded` it holds all, as every other rank does.
+    holds. Without `is_sharded` every rank holds all elements.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class MatrixExchange:
             own = torch.tensor([spans.get(name, (0, 0)) for name in shapes], dtype=torch.int64)
             of_ranks = gather_rows(own.view(-1, 2)).tolist()
             held = [
-                {name: (start, stop) for name, (start, stop) in zip(shapes, each, strict=True)}
-                for each in of_ranks
+                {name: (start, stop) for name, (start, stop) in zip(shapes, of_rank, strict=True)}
+                for of_rank in of_ranks
             ]
         else:
             held = [{name: (0, rows * width) for name, (rows, width) in shapes.items()}] * num_ranks
-        # Parts as this rank holds them, ordered by owner, and as it owns them, ordered by holder.
+        # The parts that this rank holds, ordered by owner, and the ones it owns, by holder.
         self._held = [(name, held[rank][name]) for name in sorted(shapes, key=owner_of.__getitem__)]
         self._owned = [(name, of_rank[name]) for of_rank in held for name in self.owned]
         self._to_owners = [
@@ -100,7 +101,7 @@ class MatrixExchange:
 
 
 def owners(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Return each matrix's owner: the largest first, each to the rank with the least so far."""
+    """Return each matrix's owner: costliest first, each goes to the rank with the least so far."""
     loads = [0.0] * num_ranks
     chosen = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -126,7 +127,7 @@ class Muon(GuardedAdamW):
         super().__init__(
             groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True
         )
-        self._dtype = dtype  # for making matrices orthogonal
+        self._dtype = dtype  # in which matrices are made orthogonal
         self._exchanges: dict[tuple[str, ...], MatrixExchange] = {}
 
     def _update(self) -> None:
@@ -160,7 +161,7 @@ class Muon(GuardedAdamW):
         self._apply(group, fragments, exchange.scatter(wholes, like))
 
     def _average(self, fragment: Fragment) -> Tensor:
-        """Update the average of gradients; returns what is to be made orthogonal."""
+        """Update the average of gradients; return the elements to make orthogonal."""
         gradient, average = fragment.gradient(), fragment.values["momentum"]
         average.lerp_(gradient, 1.0 - MOMENTUM)
         return gradient.lerp(average, MOMENTUM)
@@ -190,7 +191,7 @@ class Muon(GuardedAdamW):
         masters: Sequence[Tensor],
         fragments: Sequence[Fragment],
     ) -> MatrixExchange:
-        """Return the exchange of the matrices in `masters`: under ZeRO-3 a part of the group."""
+        """Return the exchange for the matrices in `masters`, under ZeRO-3 a part of the group's."""
         names = index.names_in(masters)
         if names not in self._exchanges:
             shapes = {name: group["shapes"][name] for name in names}

@@ -1,8 +1,8 @@
-"""What each parameter is, by its name, and the optimizer's groups, which follow from that.
+"""The role of each parameter, by its name, and the optimizer's groups, which follow from the roles.
 
-Fragments say which part of which parameter a rank holds, and where in its optimizer's tensors.
-Everything that must work at any world size and ZeRO stage goes through them: checkpoints, EMA,
-LAMB, and the norms per layer that are measured inside the optimizer's step:
+A fragment says which elements of a parameter a rank holds, and where in the optimizer's tensors.
+Everything that must work at any world size and ZeRO stage uses fragments: checkpoints, EMA, LAMB,
+and the norms per layer that are measured inside the optimizer's step:
 
     grad_norm/LAYER       norm of the gradient before clipping; squares add up to the global norm's
     update_ratio/LAYER    norm of the update that was applied / norm of the weights after it
@@ -10,7 +10,7 @@ LAMB, and the norms per layer that are measured inside the optimizer's step:
 LAYER is `embedding` (with tied weights also the output matrix), `layer.0` and so on, `output`, or
 `shared` for what all layers use: u, v, a table of distances. Sums of squares stay on the device
 until metrics are written; they are then summed over ranks in the same vector as all other metrics,
-so they cost no collective of their own. K kinds of norms, F fragments of parameters, G layers.
+so they cost no collective of their own. Suffixes: K kinds of norms, F fragments, G layers.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -34,8 +34,8 @@ from pretrain.model.transformer_xl import TransformerXL
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
 MUON_STATE = ("momentum",)
-# An orthogonal update returns as much as it is given; as large as AdamW's, it grows with the
-# width^1/2.
+# An orthogonal update keeps the size of its input. Scaled to the size of AdamW's, it grows with
+# width^1/2, so the rate has to shrink.
 MUON_RATE_EXPONENT = -0.5
 NUM_KINDS = 3  # gradient, update, weight
 CLIP_EPSILON = 1e-6  # torch and all stages of DeepSpeed add it to the norm when they clip
@@ -100,9 +100,9 @@ def new_fragment(
 class FragmentIndex:
     """A rank's fragments by master tensor, for optimizers that get tensors without names.
 
-    `names` has the parameters in each master, also where this rank has no element of them, so that
-    they are the same on all ranks, in the same order. `is_sharded`: each element
-    is on one rank; otherwise every rank holds all of them.
+    `names` has the parameters in each master, also where this rank has no element of them, so they
+    are the same on all ranks, in the same order. `is_sharded`: each element is on one rank;
+    otherwise every rank holds all elements.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class FragmentIndex:
         for fragment in fragments:
             self._fragments.setdefault(fragment.master, []).append(fragment)
         self._indices = {
-            master: torch.tensor([index_of[each.name] for each in inside], device=master.device)
-            for master, inside in self._fragments.items()
+            master: torch.tensor([index_of[part.name] for part in parts], device=master.device)
+            for master, parts in self._fragments.items()
         }
 
     def fragments_in(self, masters: Iterable[Tensor]) -> list[Fragment]:
@@ -140,7 +140,7 @@ class FragmentIndex:
         return torch.cat([self._indices.get(master, none) for master in masters])
 
 
-# Of parameters outside of mixers, whose facts have theirs.
+# Role -> names of parameters. A mixer's facts say the roles of its own parameters.
 _ROLES: dict[Role, str] = {
     "matrix": r"layers\.\d+\.feed_forward\.(inner|gate|output)_weight|compressions\.\d+\.weight",
     "projection": r"(embedding|(embedding|head)\.bins\.\d+)\.projection",
@@ -157,7 +157,7 @@ _ROLES: dict[Role, str] = {
 
 
 def parameter_role(name: str, model: ModelConfig) -> Role:
-    """Return what the parameter of this name is; a new one is in its mixer's facts or the table."""
+    """Return a parameter's role; a new parameter needs one in its mixer's facts or in `_ROLES`."""
     if weight := mixer_weight(name, model):
         return weight.role
     roles: list[Role] = [role for role, names in _ROLES.items() if re.fullmatch(names, name)]
@@ -192,18 +192,18 @@ class GroupTraits:
     decays: bool
     weight_decay: float
     eps: float
-    rate_factor: float = 1.0  # of the schedule's learning rate
+    rate_factor: float = 1.0  # multiplies the schedule's learning rate
     state: tuple[str, ...] = ADAM_STATE  # kinds of tensors of the parameters' sizes
-    orthogonalizes: bool = False  # updates as Muon does
+    orthogonalizes: bool = False  # Muon updates the group
 
 
 def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTraits:
-    """Return how parameters of this role are treated: with `model.base_width`, as muP says.
+    """Return how parameters of this role are treated; `model.base_width` turns muP on.
 
-    The rate of what maps hidden channels to hidden channels is multiplied by a power of the width
-    over the base's, m, and its weight decay is divided by that: their product is what decays a
-    weight in a step. Gradients shrink as 1/m, and Adam's epsilon with them, except for the
-    output's biases.
+    m is the width over the base's width. A power of m multiplies the learning rate of parameters
+    that map hidden channels to hidden channels. It divides their weight decay, because a step
+    decays a weight by the product of both. Gradients shrink as 1/m, and Adam's epsilon with them,
+    except for the output's biases.
     """
     width = model.width_multiplier
     match role:
@@ -228,9 +228,9 @@ def group_traits(role: Role, optim: OptimConfig, model: ModelConfig) -> GroupTra
 def rate_exponent(name: OptimizerName) -> float:
     """Return p: the best rate of a hidden matrix is proportional to the model's width^p.
 
-    Updates of entries of equal size change what a matrix returns in proportion to its inputs, so
-    AdamW has p = -1 (Yang et al. 2022, table 8). LAMB's entries shrink with the matrix's norm over
-    its side, width^-1/2, which leaves the other half.
+    AdamW's updates have entries of a fixed size, so they change what a matrix returns in proportion
+    to its number of inputs: p = -1 (Yang et al. 2022, table 8). LAMB's updates have entries that
+    shrink like the weights, as width^-1/2, which leaves p = -1/2.
     """
     match name:
         case "adamw" | "muon":  # what Muon leaves to AdamW
@@ -242,8 +242,8 @@ def rate_exponent(name: OptimizerName) -> float:
 
 
 def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with the parameters of each and, by name, their shapes and how
-    many matrices of equal shape each has one above the other.
+    """Return the optimizer's groups: traits, parameters, and by the parameter's name its shape and
+    how many matrices are stacked in it.
     """
     groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
@@ -288,7 +288,7 @@ class LayerSquares:
 
 
 class LayerMeter:
-    """Collects what an optimizer applies, in the steps it is asked to."""
+    """Collects the norms of an optimizer's updates, in the steps that `start_step` selects."""
 
     def __init__(self, parameter_names: Sequence[str]) -> None:
         self._layers = tuple(dict.fromkeys(layer_name(name) for name in parameter_names))

@@ -26,7 +26,7 @@ def _fraction_after_warmup(optim: OptimConfig, step: int) -> float:
             return floor + (1.0 - floor) * (1.0 - done)
         case "cosine":
             return _cosine(floor, done)
-        case "cosine_from_start":  # of Dai et al. 2019 in PyTorch; theirs in TensorFlow is "cosine"
+        case "cosine_from_start":  # PyTorch code of Dai et al. 2019; their TensorFlow has "cosine"
             return _cosine(floor, min(1.0, step / optim.steps))
         case "inverse_sqrt":
             return max(floor, math.sqrt(max(1, schedule.warmup_steps) / max(1, step + 1)))
