@@ -1,10 +1,10 @@
 """The files of each attempt of a run. Torch-free.
 
 RUN/logs/attempt-3/rank-12.log    what rank 12 wrote      rank-12.status    how it ended (Slurm)
-                   srun.log       the same of its srun    meeting/port      where rank 0 listens
+                   srun.log       what its srun wrote     meeting/port      where rank 0 listens
                    start.json     when it began, and the node of each rank
-                   nccl-rank-12   torch's flight recorder of a rank that hung, which `torchfrtrace`
-                   gloo-rank-12   reads: its last collectives, and small exchanges
+                   nccl-rank-12   the last collectives of a rank that hung, by torch's flight
+                   gloo-rank-12   recorder; `torchfrtrace` reads them
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from pretrain.rundir.history import last_event
 
 SRUN_LOG, START = "srun.log", "start.json"
 LATE_SECONDS = 60.0
-MOST_NAMED = 3
-ATTEMPT_FILES = "PRETRAIN_ATTEMPT_FILES"  # from the launcher: LOGS/attempt-3
+MOST_NAMED = 3  # late ranks
+ATTEMPT_FILES = "PRETRAIN_ATTEMPT_FILES"  # the launcher sets it to LOGS/attempt-3
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AttemptStart:
         return f"{text}, {', '.join(names[:MOST_NAMED])}{more} {verb} not come"
 
     def late_rank(self, heartbeats: Sequence[HeartbeatRecord]) -> int | None:
-        """Return the first rank that has not come, if all such are on one node and others came."""
+        """Return the first late rank, if all late ranks are on one node and other ranks came."""
         late = self.late_ranks(heartbeats)
         nodes = {self.nodes[rank] or rank for rank in late}
         return late[0] if len(nodes) == 1 and len(late) < len(self.nodes) else None
@@ -72,11 +72,11 @@ class AttemptFiles:
 
     @property
     def port(self) -> Path:
-        """In a directory of its own: all ranks list it until rank 0 has written the file."""
+        """Its directory has no other file: ranks list it until rank 0 has written this one."""
         return self.directory / "meeting" / "port"
 
     def rank_log(self, rank: int | str) -> Path:
-        """Return the log of a rank; `{rank}` is a place for its number."""
+        """Return the log of a rank; `rank` may be the placeholder `{rank}`."""
         return self.directory / f"rank-{rank}.log"
 
     def rank_logs(self, num_ranks: int) -> list[Path]:
@@ -87,7 +87,7 @@ class AttemptFiles:
         folder_below(self.logs.parent, f"{self.logs.name}/{self.directory.name}")
 
     def write_start(self, nodes: Sequence[str]) -> None:
-        """Write the node of each rank, before any rank starts; empty for this machine.
+        """Write the node of each rank, before any rank starts; '' is this machine.
 
         Only `launcher status` reads it, so a full disk does not matter.
         """
@@ -143,5 +143,5 @@ def _numbered(directory: Path, form: str) -> dict[int, Path]:
 
 
 def trace_prefix(logs: Path, backend: str, environment: Mapping[str, str]) -> str:
-    """Return the path of a rank's file without the rank; attempt 0 without a launcher."""
+    """Return a trace's path up to the rank's number; without a launcher, it is in attempt 0."""
     return f"{environment.get(ATTEMPT_FILES) or AttemptFiles(logs, 0).directory}/{backend}-rank-"

@@ -23,9 +23,9 @@ from pretrain.rundir.run_dir import RunDir
 def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> None:
     """Make the run of `config` with the checkpoint of `step` of the run in `trunk`.
 
-    It has an id of its own, the trunk's measurements up to that step, and reads on where the trunk
-    did. ConfigError if `config` changes what a resume from that step may not, or the directory is
-    there; CheckpointError if the checkpoint is not whole.
+    It has an id of its own and the trunk's measurements up to that step, and its lanes continue
+    from there. ConfigError if `config` changes what a resume from that step may not, or if the
+    directory exists; CheckpointError if the checkpoint is not whole.
     """
     refuse_foreign_run(trunk)
     source = RunDir.open(trunk)
@@ -37,7 +37,7 @@ def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> 
         problem = changes or "it exists; name another run"
         raise ConfigError(f"{directory} cannot branch from step {step} of {trunk}: {problem}")
     kept = verify_and_keep(step_directory(source.checkpoints, step), source.identity.id)
-    branch = RunDir(directory.with_name(f".{directory.name}.tmp"))  # whole, or not there
+    branch = RunDir(directory.with_name(f".{directory.name}.tmp"))  # moved when it is whole
     shutil.rmtree(branch.path, ignore_errors=True)
     RunDir.create(branch.path, config)
     copy, ledger = step_directory(branch.checkpoints, step), source.ledger.read()
@@ -60,7 +60,8 @@ def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> 
 def begin_cell(config: RunConfig, directory: Path, trunk: Path, step: int) -> None:
     """Make the run of a cell of a sweep as a branch of another cell's, unless it is there.
 
-    ConfigError if they differ in more than their names and steps, or their rates do by then.
+    ConfigError if the cells differ in more than names, steps and checkpoints, or if at `step` their
+    learning rates do.
     """
     if RunDir(directory).exists():
         return

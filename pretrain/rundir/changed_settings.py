@@ -10,7 +10,7 @@ from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig, why_fixed
 from pretrain.optim.schedule import learning_rate_at
 
-LARGEST_RISE = 1.2  # of the learning rate, where nothing but the number of steps has changed
+LARGEST_RISE = 1.2  # factor of the learning rate that a change of steps alone may bring
 _OF_RATE = ("optim.learning_rate", "optim.schedule.")  # settings that say what the rate shall be
 
 
@@ -29,7 +29,8 @@ def refused_changes(
 
 
 def planned_otherwise(before: RunConfig, after: RunConfig) -> dict[str, str]:
-    """Return the settings that make a cell of a sweep another one, also in `OF_UPDATES`."""
+    """Return the changes that make a run another cell of its sweep, settings of updates included.
+    More steps do not."""
     return {
         key: f"{old} -> {new}"
         for key, (old, new) in _changes(before, after).items()
@@ -38,7 +39,7 @@ def planned_otherwise(before: RunConfig, after: RunConfig) -> dict[str, str]:
 
 
 def describe_rate(held: RunConfig, after: RunConfig, step: int) -> str:
-    """Return the rate after `step` updates beside the last one's; '' if it is as was planned."""
+    """Return the next and the last update's learning rates; '' if the next one's is as planned."""
     last, planned = (learning_rate_at(held.optim, number) for number in (max(0, step - 1), step))
     rate = learning_rate_at(after.optim, step)
     if not step or math.isclose(rate, planned, rel_tol=1e-6):
@@ -60,13 +61,13 @@ def _steep_rise(held: RunConfig, after: RunConfig, step: int) -> str:
     if not step or learning_rate_at(after.optim, step) <= LARGEST_RISE * max(last, planned):
         return ""
     return (
-        f"{describe_rate(held, after, step)}; say with it what the rate shall be, such as "
+        f"{describe_rate(held, after, step)}; give the rate that it shall have, such as "
         f"optim.schedule.shape=constant optim.learning_rate={last or held.optim.learning_rate:.4g}"
     )
 
 
 def _changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return what differs; not a vocabulary size that either leaves to the corpus."""
+    """Return what differs, except a vocabulary size that one of the two leaves to the corpus."""
     changes = differences(*(to_tree(with_absolute_paths(run)) for run in (before, after)))
     if not all(changes.get("model.vocab_size", ())):
         del changes["model.vocab_size"]

@@ -1,7 +1,7 @@
 """Compare two runs: losses and state, bitwise or within rounding.
 
-Within rounding is for runs whose numbers of ranks or ZeRO stages differ: the length of the
-difference of two tensors may be a fraction of their length. Each function returns a line per
+Runs with different numbers of ranks or ZeRO stages are compared within rounding: the norm of two
+tensors' difference may be a fraction of the first one's norm. Each function returns a line per
 difference.
 """
 
@@ -19,7 +19,7 @@ from pretrain.errors import CheckpointError
 from pretrain.rundir.run_dir import RunDir
 
 MAX_SHOWN = 5
-STATE_TOLERANCE = 1e-4  # weights, moments, EMA and memories, in fp32; about 1e-6 was measured
+STATE_TOLERANCE = 1e-4  # that fraction, for states in fp32; about 1e-6 was measured
 COUNTERS = ("step", "tokens_seen", "optimizer_steps", "loss_scale")
 
 
@@ -39,8 +39,8 @@ def run_differences(
 def differing_losses(left: RunDir, right: RunDir, tolerance: float | None = None) -> list[str]:
     """Return where the metrics of steps differ.
 
-    With a tolerance, losses may differ by that fraction and gradient norms by any; learning rates
-    and tokens must be equal in both cases.
+    With a tolerance, losses may differ by that fraction, and gradient norms are not compared.
+    Learning rates and tokens must be equal in both cases.
     """
     names = ["loss", "learning_rate", "tokens", *(["grad_norm"] if tolerance is None else [])]
     first, second = (
@@ -60,7 +60,7 @@ def differing_losses(left: RunDir, right: RunDir, tolerance: float | None = None
 
 
 def differing_progress(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """Where checkpoints of any numbers of ranks differ in step, tokens or a lane's cursor."""
+    """Return where checkpoints of any numbers of ranks differ: in COUNTERS or lanes' cursors."""
     problems = _differing_counters(left, right, COUNTERS)
     if load_cursor(left).to_tree() != load_cursor(right).to_tree():
         problems.append("lane cursors differ")
@@ -68,7 +68,8 @@ def differing_progress(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 
 def differing_values(left: Checkpoint, right: Checkpoint, tolerance: float) -> list[str]:
-    """Where weights, moments, EMA or memories differ by more, for any numbers of ranks."""
+    """Return where weights, moments, EMA or memories differ by more than `tolerance`, for any
+    numbers of ranks."""
     problems = []
     with FragmentReader(left) as first, FragmentReader(right) as second:
         for parameter, kind in sorted(first.pieces() | second.pieces()):
@@ -101,7 +102,7 @@ def difference_lines(problems: list[str]) -> str:
 
 
 def _agree(ours: float | None, theirs: float | None, tolerance: float | None) -> bool:
-    """None is a number that was not finite."""
+    """Return whether two numbers agree; None stands for one that was not finite."""
     if ours is None or theirs is None or tolerance is None:
         return ours == theirs
     return math.isclose(ours, theirs, rel_tol=tolerance)
@@ -134,13 +135,13 @@ def _differing_pair(
 ) -> list[str]:
     if left.dtype != right.dtype or left.shape != right.shape:
         return [f"{name}: {tuple(left.shape)} {left.dtype} against {tuple(right.shape)}"]
-    if not left.is_floating_point():  # the documents of memory's rows
+    if not left.is_floating_point():  # the number of each row's document, in a memory
         return [] if torch.equal(left, right) else [f"{name}: differs"]
     difference = float((left.double() - right.double()).norm())
-    length = float(left.double().norm())
-    if difference <= tolerance * length:  # False for NaN
+    norm = float(left.double().norm())
+    if difference <= tolerance * norm:  # False for NaN
         return []
-    return [f"{name}: differs by {difference:.1e}, the length of both is {length:.1e}"]
+    return [f"{name}: differs by {difference:.1e}, the norm of the first is {norm:.1e}"]
 
 
 def _differing_tensors(left: Path, right: Path) -> list[str]:

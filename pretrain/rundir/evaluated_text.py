@@ -1,9 +1,9 @@
 """What a validation loss rests on: documents, and losses of parts of the split. Torch-free.
 
-A part has successive documents, about equally many tokens in each. Parts are taken as drawn at
-random: a loss is a ratio of sums over them, of losses and of tokens, and its variance the variance
-of a ratio (Cochran, Sampling Techniques, section 6.4). Two models on the same parts are paired,
-which removes most of what makes one text harder than another.
+A part has successive documents; all parts have about equally many tokens. They are treated as a
+random sample. A loss is the ratio of two sums over parts, of losses and of tokens, and has the
+variance of a ratio (Cochran, Sampling Techniques, section 6.4). Two models are compared part by
+part, which removes most of what makes one text harder than another.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pretrain.terminal.text import counted
 
 PARTS = "parts"  # in the line of an evaluation
 MEASURED = ("loss", "perplexity", "bits_per_byte", "bits_per_character", "tokens", "documents")
-MEASURED += ("standard_error", PARTS)  # what such a line has of an evaluation
+MEASURED += ("standard_error", PARTS)  # all that an evaluation has measured in that line
 
 
 @dataclass(frozen=True)
 class EvaluatedText:
-    """The documents that an evaluation has read; no parts where that is not known."""
+    """The documents that an evaluation has read; without parts if these are not known."""
 
     documents: int = 0
-    parts: tuple[tuple[float, int], ...] = ()  # the mean loss, in nats per token, and the tokens
+    parts: tuple[tuple[float, int], ...] = ()  # (mean loss in nats per token, number of tokens)
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any] | None) -> EvaluatedText:
-        """Return what the line of an evaluation says of it."""
+        """Return the text of an evaluation from its line."""
         if not line or not line.get(PARTS):
             return cls()
         parts = ((math.nan if loss is None else loss, tokens) for loss, tokens in line[PARTS])
@@ -42,7 +42,7 @@ class EvaluatedText:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the loss, over documents; None with fewer than two parts."""
+        """The standard error of the loss; None with fewer than two parts."""
         return _standard_error(self.parts)
 
     @property

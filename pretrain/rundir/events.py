@@ -15,7 +15,7 @@ from pretrain.checkpoint.facts import Destination
 from pretrain.rundir.exit_statuses import EXIT_STOPPED, describe_exit
 from pretrain.terminal.text import counted
 
-# Tells rank 0 of a `Requested`. Processes that do not know it ignore it.
+# The signal that tells rank 0 to look for a `Requested`. Processes without a handler ignore it.
 ASK = signal.SIGURG
 
 
@@ -40,9 +40,9 @@ class Event:
 class TrainingBegan(Event):
     """Training began: from initial weights, or from the checkpoint of `step`.
 
-    `attempt` is the token of its fence: JOB.RESTART.NUMBER.RANDOM on Slurm. `changes` since the
-    previous attempt are of the environment: name -> [old, new]. With any, results are no longer
-    bitwise as in an uninterrupted run.
+    `attempt` is its fencing token: JOB.RESTART.NUMBER.RANDOM on Slurm. `changes` says what differs
+    from the previous attempt's environment: name -> [old, new]. After any change, results are no
+    longer bitwise as in an uninterrupted run.
     """
 
     step: int
@@ -52,10 +52,10 @@ class TrainingBegan(Event):
     environment: dict[str, str] = field(default_factory=dict)  # versions, devices, threads
     tokenizer: str = ""  # fingerprint of the corpus' tokenizer
     validation: str = ""  # hash of the validation split's manifest
-    sets: dict[str, str] = field(default_factory=dict)  # of each set's, by its name
+    sets: dict[str, str] = field(default_factory=dict)  # name of an evaluation set -> hash
     corpora: dict[str, str] = field(default_factory=dict)  # path or URL -> manifest_hash
     changes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    local: bool = False  # from the ranks' local checkpoints
+    local: bool = False  # it resumed from the ranks' local checkpoints
 
 
 class Outcome(Enum):
@@ -73,7 +73,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingEnded(Event):
-    """The loop returned after `step`; what its lanes had read by then."""
+    """The loop returned after `step`. The other fields say what its lanes had read by then."""
 
     outcome: Outcome
     step: int
@@ -87,18 +87,18 @@ class TrainingEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsChanged(Event):
-    """Settings that the run had otherwise so far: name -> [old, new].
+    """A start changed settings of the run: name -> [old, new].
 
-    Some hold from the update after `step` on (`pretrain/config/phases.py`).
+    Settings of updates hold from the update after `step` on (`pretrain/config/phases.py`).
     """
 
     changes: dict[str, tuple[Any, Any]]
-    step: int = 0  # that the start resumed from; 0 also where an earlier version has not said it
+    step: int = 0  # that the start resumed from; earlier versions did not record it
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Event):
-    """Written by the rank that ran out of memory, with the `settings` that its need depends on."""
+    """A rank ran out of memory; how much it needs depends on these `settings`."""
 
     rank: int
     micro_batch_lanes: int
@@ -117,15 +117,15 @@ class Published(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeFrom(Event):
-    """A user wants the next start to resume from `step`, whatever was published since; without a
-    step: that was refused."""
+    """A user wants the next start to resume from `step`, whatever was published since. None: a
+    start has refused that request."""
 
     step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requested(Event):
-    """A user asks for it after the step in progress; ASK, a signal to rank 0, comes after this."""
+    """A user asks for this after the step in progress. Then rank 0 gets the signal ASK."""
 
     request: Literal["save", "evaluate"]
 
@@ -153,7 +153,8 @@ class Restored(Event):
 class Branched(Event):
     """The run began with the checkpoint of `step` of the run in the directory `origin`.
 
-    It skips the same windows of data. The rest is of the other's last start.
+    It skips the same `windows` of segments. `tokenizer`, `validation` and `sets` are of the last
+    start of that run.
     """
 
     step: int
@@ -166,8 +167,8 @@ class Branched(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown(Event):
-    """Steps until `step` took `seconds` longer than usual, because of `rank` if it was one; with a
-    `ratio`, that rank takes so much longer than the others for its part of every step."""
+    """Steps until `step` took `seconds` longer than usual, because of `rank` if it is given. With a
+    `ratio`, that rank takes `ratio` times as long as the others for its part of every step."""
 
     step: int
     seconds: float
@@ -179,14 +180,14 @@ class Slowdown(Event):
 class Spike:
     """Consecutive steps, up to the latest, with anomalous losses or skipped updates.
 
-    Or the last steps: too many of them were `skipped`, or there is a `problem` after them.
+    Or the last steps, if too many of them were `skipped`, or if there is a `problem` after them.
     """
 
     first_step: int
     last_step: int
     loss: float | None = None  # the highest; None if every step was skipped
-    usual: float | None = None  # the previous median
-    skipped: int | None = None
+    usual: float | None = None  # the median loss before
+    skipped: int | None = None  # updates
     problem: str = ""  # what is not finite after the last step
 
     def __str__(self) -> str:
@@ -229,7 +230,7 @@ class GaveUp(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class UnresolvedSpike(Event):
-    """A run, or a phase, ended within what may be a spike; `before` is a checkpoint from before."""
+    """A run or a phase ended in what may be a spike; `before`: step of the checkpoint before it."""
 
     spike: Spike
     before: int | None = None
@@ -258,7 +259,7 @@ class AttemptReason(Enum):
     USER_ERROR = "user_error"
     OUT_OF_MEMORY = "out_of_memory"
     HANG = "hang"
-    NODE_UNUSABLE = "node_unusable"  # by the word of a rank on it
+    NODE_UNUSABLE = "node_unusable"  # a rank on the node has reported that
     RANK_FAILED = "rank_failed"
     SITE_FAILED = "site_failed"  # storage, or memory of a host
     NOT_STARTED = "not_started"  # a rank's program was not run, and no rank failed by itself
@@ -279,14 +280,14 @@ class JobEndReason(Enum):
     PREEMPTED = "preempted"
     REQUEUED_BY_USER = "requeued_by_user"
     NODE_FAILED = "node_failed"
-    FIRST_NODE_LOST = "first_node_lost"  # or its storage: the next start writes this
+    FIRST_NODE_LOST = "first_node_lost"  # or its storage was lost; the next start writes this
     NODE_EXCLUDED = "node_excluded"  # requeued to start without this node
     NOT_STARTED = "not_started"  # no attempt could start here, for the reason in the message
-    NO_STEPS = "no_steps"  # Slurm starts no more steps in it; another start may have some again
+    NO_STEPS = "no_steps"  # Slurm starts no more steps in this start, but may in the next
     SUPERVISOR_FAILED = "supervisor_failed"  # with the error in the message
     PROLOG_FAILED = "prolog_failed"  # Slurm has drained the node and holds the job
     ENDED_BY_SLURM = "ended_by_slurm"
-    FORGOTTEN = "forgotten"  # by the controller, which may start it with the same restart number
+    FORGOTTEN = "forgotten"  # the controller lost it, and may use its restart number again
 
 
 class ReplacedBecause(Enum):
@@ -350,9 +351,9 @@ class AttemptEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupted(Event):
-    """The program that runs the ranks was asked to end, and no rank was left to save for it."""
+    """The supervisor was asked to stop while no ranks ran that could save."""
 
-    signal: str  # its name
+    signal: str  # the name of the signal that asked
     step: int  # of the latest checkpoint
 
 
@@ -360,7 +361,7 @@ class Interrupted(Event):
 class Submitted(Event):
     job: str  # 17, or 17_3 for a task of an array
     job_name: str = ""
-    work_dir: str = ""  # where it works, by Slurm's word; that and its number identify the job
+    work_dir: str = ""  # as Slurm reports it; together with its number it identifies the job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,23 +378,23 @@ class JobStarted(Event):
     restart: int
     nodes: tuple[str, ...]
     step: int  # of the latest checkpoint
-    began: str = ""  # by Slurm's word: a start that it has forgotten may have the same number
+    began: str = ""  # as Slurm reports it: a start that Slurm forgot may have the same number
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnded(Event):
-    """A start of a job ended. Missing if its first node was lost; then the next start writes it."""
+    """A start of a job ended. If its first node was lost, the next start writes this."""
 
     job: str
     restart: int
     reason: JobEndReason
     requeued: bool  # by the supervisor; Slurm may requeue a job too
-    node: str | None = None  # that failed, or is excluded
-    other_job: str | None = None  # that has the run
+    node: str | None = None  # one that failed, or n1,n2 that the next start excludes
+    other_job: str | None = None  # the job that has the run
     message: str = ""
     is_final: bool = False  # Slurm does not requeue it: 'launcher resume' continues the run
     step: int | None = None  # of the latest checkpoint
-    step_before: int | None = None  # when the start, or its supervisor, began
+    step_before: int | None = None  # the same when the start, or its supervisor, began
 
     @property
     def cause(self) -> str:
@@ -404,7 +405,7 @@ class JobEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReplaced(Event):
-    """The next attempts of this start of the job use a spare node instead of one of theirs."""
+    """The next attempts of this start of the job use the node `spare` instead of `node`."""
 
     job: str
     node: str
@@ -421,7 +422,7 @@ class NodesUnready(Event):
 
     @property
     def cause(self) -> str:
-        """What is wrong with the nodes; of many, their number and the first."""
+        """What is wrong with each node; for five and more, their number and the first."""
         problems = [f"{node} {problem}" for node, problem in self.problems.items()]
         more = f"{len(problems)} nodes, such as {problems[0]}" if problems[4:] else ""
         return more or "; ".join(problems)

@@ -13,9 +13,9 @@ EXIT_STOPPED = 75
 EXIT_OUT_OF_MEMORY = 76
 # Storage failed, or the host had no memory left: nothing is wrong with the run (EX_IOERR).
 EXIT_SITE_FAILED = 74
-# A rank's program was never run: its node or its container failed before. Shells use it, too.
+# A rank's program was never run: its node or its container failed before. Shells use 127, too.
 NEVER_STARTED = 127
-# The rank's last line says what has to change: this is the cause of all other ends.
+# The rank's last line says what has to change; the other ranks ended because of this one.
 EXPLAINED = (EXIT_USER_ERROR, EXIT_NODE_UNUSABLE, EXIT_SITE_FAILED)
 
 

@@ -36,15 +36,13 @@ logger = logging.getLogger(__name__)
 
 Phase = Literal["launch", "start", "train", "evaluate", "save", "wait"]
 
-_STARTING: tuple[Phase, ...] = (
-    "launch",
-    "start",
-)  # before and after the rank reaches the rendezvous
+# Phases before and after the rank reaches the rendezvous.
+_STARTING: tuple[Phase, ...] = ("launch", "start")
 
 DIRECTORY = "heartbeats"  # in the run directory
 SLOT_BYTES = 512
 WRITE_SECONDS = 1.0
-REWRITE_SECONDS = 5.0  # without a beat, so that `written - time` shows by one clock how long
+REWRITE_SECONDS = 5.0  # without a beat, write again: `written - time` then tells how long
 SYNC_SECONDS = 10.0
 _LARGEST_BYTES = 1 << 16  # of the heartbeats of a node
 
@@ -126,8 +124,7 @@ class Heartbeat:
         self._rank, self._local_rank = rank, local_rank
         self._file: int | None = None  # stays open: NFS syncs a file whenever it is closed
         self._watchdog_timeout_seconds = watchdog_timeout_seconds
-        # Called before the watchdog ends the process.
-        self.final_report: Callable[[], object] = lambda: None
+        self.final_report: Callable[[], object] = lambda: None  # called before the watchdog acts
         self._watchdog: Watchdog | None = None
         self._beat: tuple[float, int, Phase] = (time.time(), 0, phase)
         self._closing = threading.Event()

@@ -91,9 +91,10 @@ def past_of(ledger: Sequence[Event], root: str, store: str = "") -> Past:
 
 
 def _facts(ledger: Sequence[Event], root: str, history: AttemptHistory) -> tuple[Fact, ...]:
-    """Return the checkpoints that the run has published and not undone; `root` is its directory's.
+    """Return the checkpoints that the run has published and not undone. `root` names its
+    directory's.
 
-    Earlier versions recorded no Published: there, the steps where starts began and ended are taken.
+    Earlier versions recorded no Published; for these, take the steps where starts began and ended.
     """
     facts: list[Fact] = []
     has_published = False
@@ -138,7 +139,8 @@ def _back_to(event: Event) -> int | None:
 
 
 def setting_changes(ledger: Sequence[Event]) -> list[SettingChange]:
-    """Return how resumes have changed updates, without what a later one replaced."""
+    """Return the changes of settings of updates that still hold: a resume from a step replaces the
+    changes that earlier resumes made from there on."""
     changes: list[SettingChange] = []
     for event in find_events(ledger, SettingsChanged):
         for key, (old, new) in event.changes.items():
@@ -162,7 +164,7 @@ def last_event(ledger: Sequence[Event], *kinds: type[E]) -> E | None:
 
 
 def last_stored(ledger: Sequence[Event]) -> Mirrored | Restored | None:
-    """Return the last event of a checkpoint that was brought to or from the object store."""
+    """Return the last event that brought a checkpoint to the object store, or from there."""
     return last_event(
         [event for event in ledger if not isinstance(event, Mirrored) or not event.problem],
         Mirrored,
@@ -173,7 +175,7 @@ def last_stored(ledger: Sequence[Event]) -> Mirrored | Restored | None:
 def work_dirs(ledger: Sequence[Event]) -> list[str]:
     """Return the working directories of the run's jobs.
 
-    They identify a job together with its number, because Slurm uses numbers again.
+    Directory and number together identify a job, because Slurm uses numbers again.
     """
     dirs = (event.work_dir for event in find_events(ledger, Submitted))
     return list(dict.fromkeys(filter(None, dirs)))
@@ -209,7 +211,7 @@ def num_attempts(ledger: Sequence[Event], is_running: bool) -> int:
 
 @dataclass(frozen=True)
 class Interruption:
-    """An unplanned end of an attempt. It is no failure if Slurm planned it, as by a time limit."""
+    """An end of an attempt before the run ends. A planned one, as a time limit, is no failure."""
 
     time: float
     step: int
@@ -254,7 +256,7 @@ def interruptions(ledger: Sequence[Event], is_running: bool) -> list[Interruptio
         elif isinstance(event, NodeReplaced):
             if ends and isinstance(before, AttemptEnded):
                 text = event.description
-                # A failed node is itself the reason for the end; others are added to it.
+                # A failed node is itself the reason for the end; other replacements are added.
                 if event.reason is not ReplacedBecause.NODE_FAILED:
                     text = f"{ends[-1].description}; {text}"
                 ends[-1] = replace(ends[-1], description=text)
@@ -279,7 +281,7 @@ def _lost(when: float, step: int) -> Interruption:
 def skipped_windows(ledger: Sequence[Event]) -> list[range]:
     """Return the windows of segments that rewinds skip, in order; overlapping ones are joined.
 
-    A branch skips those of its trunk as well.
+    A branch also skips the windows of its trunk.
     """
     windows: list[range] = []
     spans = [event.segments for event in find_events(ledger, Rewind)]

@@ -49,7 +49,7 @@ class Ledger:
     def append(self, event: Event) -> None:
         """Add an event with the present time; it is on disk when this returns.
 
-        While storage fails, waits for as long as the run does (`StorageRetry`).
+        While storage fails, try again for as long as the run's `StorageRetry` allows.
         """
         event = replace(event, time=time.time())
         with_retries(self._retry, lambda: self._write(event))
@@ -78,14 +78,15 @@ class Ledger:
         return events
 
     def check_present(self) -> None:
-        """Raise OSError if it was there before: its storage is away, since no run removes it."""
+        """Raise OSError if the ledger was there and is missing. No run removes it, so its storage
+        is away."""
         if self._was_there:
             os.stat(self.path)
 
     def read(self) -> list[Event]:
         """Return all events, oldest first; damaged or unknown lines are skipped, with a warning.
 
-        Waits like `append` for a ledger that was there before.
+        Waits like `append` if the ledger was there before and is missing.
         """
         with_retries(self._retry, self.check_present)
         events, unusable = [], []

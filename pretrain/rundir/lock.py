@@ -82,7 +82,7 @@ def run_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]
             if lock and lock.is_held is not False:
                 named = f"process {lock.pid} ({lock.holder}) on {lock.hostname}"
             if lock and lock.is_held is None:
-                named = f"a process that only its host knows, the last was {named}"
+                named = f"a process on another host, the last known was {named}"
             raise ConfigError(
                 f"{path.parent} is in use by {named}; "
                 "wait for it, stop it, or choose another run directory"
@@ -90,7 +90,7 @@ def run_lock(path: Path, holder: str, is_fenced: bool = False) -> Iterator[None]
         with named_errors(path.parent):
             file.truncate(0)
             owner = {"pid": os.getpid(), "holder": holder, "hostname": socket.gethostname()}
-            # Not through Python's buffer: after an error, closing the file would write the buffer
+            # Write without Python's buffer: after an error, closing the file would write the buffer
             # again and raise an error that does not name the file.
             rest = json_text(owner).encode() + b"\n"
             while rest:

@@ -2,25 +2,25 @@
 
 step loss        of one step: the mean over its tokens on all ranks; `loss` in metrics.jsonl
 train loss       the mean step loss of an interval of metrics, without skipped steps; `train_loss`
-                 in the interval's last line. A run has its latest interval's with such steps
+                 in the interval's last line. A run's is the latest that it has
 smoothed loss    a curve: the mean step loss of the steps around each step, a 60th of the run's
                  steps to each side
 validation loss  of the latest evaluation, with the memory that the run trains with; `loss` in its
                  line. `bits_per_byte` is the same loss, per byte of the text. `tokens` and
-                 `documents` say what it rests on, `standard_error` how far it is from the loss on
-                 all text of that kind, over documents; from `parts`, see `evaluated_text.py`
-loss of a set    the same of another corpus (`evaluation.sets`, or a part of a mixture), in the same
-                 line: `loss/NAME`, and `bits_per_byte/NAME`
-memory gain      how much lower the validation loss is than without memory, of the same evaluation
+                 `documents` count what was read. `standard_error` estimates how far the loss is
+                 from the loss on all text of that kind (from `parts`, see `evaluated_text.py`)
+loss of a set    the same for another corpus (`evaluation.sets`, or a part of a mixture), in the
+                 same line: `loss/NAME`, and `bits_per_byte/NAME`
+memory gain      how much lower the validation loss is than without memory, in one evaluation
 tokens/s         of an interval of metrics: tokens of its steps over their seconds;
                  `tokens_per_second` in the interval's last line, tok/s in the log
 recent tokens/s  the median of the latest five intervals; the time left follows from it
 run tokens/s     tokens of all steps that count, over their seconds
 scored tokens/s  of an evaluation: tokens of the split that it scored, over its seconds
 
-All losses but bits per byte are in nats per token. Tokens are of all ranks. Seconds are of
-training, with waiting for data and without evaluation, waiting for saves, stalls and restarts,
-which goodput has. Metrics of lm-eval's tasks in the line of an evaluation: `tasks/TASK/METRIC`.
+All losses but bits per byte are in nats per token. Tokens are of all ranks. Seconds include waiting
+for data, but not evaluation, waiting for saves, stalls and restarts; goodput counts these. Metrics
+of lm-eval's tasks in the line of an evaluation: `tasks/TASK/METRIC`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def smoothed_loss(losses_X: np.ndarray, num_steps_X: np.ndarray) -> np.ndarray:
-    """Return the smoothed loss at each X: a step, or several with the sum of their losses."""
+    """Return the smoothed loss at each X: a step, or several steps whose losses are summed."""
     import numpy as np  # late: `launcher` starts without it
 
     count = len(losses_X)

@@ -25,10 +25,10 @@ from pretrain.terminal.text import counted
 logger = logging.getLogger(__name__)
 
 _NUMBER = (int, float)
-_NUMBER_OR_NULL = (int, float, type(None))  # null where a skipped step had none
+_NUMBER_OR_NULL = (int, float, type(None))  # null: a skipped step has no such number
 _NO_JSON = (b"NaN", b"Infinity")
 _BLOCK_BYTES, _TAIL_BYTES = 1 << 16, 1 << 22  # how much is read from the end, at once and in all
-# kind -> what every line of the kind has, and the types of it
+# kind -> the fields that every line of the kind has -> their types
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "train": {
         "step": (int,),
@@ -40,7 +40,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "evaluation": {"step": (int,), "loss": _NUMBER_OR_NULL},
 }
-# Every other field is a number, too, or null; but these are never null, and from 0 to this.
+# Every other field is a number or null. These are never null, and from 0 to the number here.
 _LARGEST = {
     "step": 1e15,
     "tokens": 1e18,
@@ -49,10 +49,10 @@ _LARGEST = {
     **dict.fromkeys(("seconds", "data_wait", "save_stall", "stall"), 1e12),
 }
 _ANY_NUMBER = (-1e50, 1e50)  # more than float32 holds, less than sums and charts overflow at
-# NaN, which JSON does not have, is no measurement. One decoder for all lines: to make one takes
-# longer than to use it.
+# JSON has no NaN, so it is read as null. There is one decoder for all lines, because to make one
+# takes longer than to use it.
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)
-RECENT_INTERVALS = 5  # whose median is the recent speed
+RECENT_INTERVALS = 5  # the median of their speeds is the recent speed
 
 
 def parse_measurement(line: bytes) -> dict[str, Any] | None:
@@ -75,7 +75,7 @@ def parse_measurement(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_measured(name: str, value: Any) -> bool:
-    """Return whether a run can measure this value: JSON has numbers that none does."""
+    """Return whether a run can measure this value: JSON allows numbers that no run measures."""
     if name == "totals":
         return isinstance(value, dict) and all(
             _is_measured("seconds", seconds) for seconds in value.values()
@@ -93,7 +93,7 @@ def latest_measurements(
 ) -> Iterator[dict[str, Any]]:
     """Yield measurements, latest first, from the last megabytes of a file that may have gigabytes.
 
-    With `containing`, those whose line does; a file without lines is not searched on.
+    With `containing`, only from lines with these bytes. A line that is too long ends the search.
     """
     try:
         file = open_regular(path)
@@ -108,7 +108,7 @@ def latest_measurements(
             size = min(_BLOCK_BYTES, start - end)
             start -= size
             file.seek(start)
-            rest, *lines = (file.read(size) + rest).split(b"\n")  # `rest` begins further ahead
+            rest, *lines = (file.read(size) + rest).split(b"\n")  # `rest`: a line that began before
             matching = (line for line in reversed(lines) if containing in line)
             yield from filter(None, map(parse_measurement, matching))
         if start == 0 and containing in rest and (first := parse_measurement(rest)):
@@ -116,7 +116,7 @@ def latest_measurements(
 
 
 def has_evaluation(path: Path, step: int) -> bool:
-    """Return whether an evaluation after `step`, one of the latest, is in the file with a loss."""
+    """Return whether the end of the file has an evaluation after `step`, with a loss."""
     lines = takewhile(lambda line: line["step"] >= step, latest_measurements(path))
     evaluations = (line for line in lines if line["kind"] == "evaluation")
     return any(line["step"] == step and line["loss"] is not None for line in evaluations)
@@ -128,7 +128,7 @@ def read_measurements(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_measurements_after(path: Path, step: int) -> int:
-    """Remove every measurement after `step` and what is not a measurement; returns how many.
+    """Remove every measurement after `step` and every damaged line; return how many lines.
 
     A resumed run makes those steps again, so that each is measured once in the end.
     """
@@ -152,7 +152,7 @@ def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yield each line with its measurement; at the end, warn of damaged lines by their numbers."""
     damaged: list[int] = []
     for number, line in enumerate(lines_of(path), start=1):
-        # A last line without its end belongs to a step that is repeated, however much is there.
+        # A last line without its line end belongs to a step that is repeated, so skip it.
         is_whole = line.endswith(b"\n")
         measurement = parse_measurement(line) if is_whole else None
         if measurement is None and is_whole and line.strip():
@@ -198,7 +198,7 @@ class TimeSpent:
 
     @property
     def goodput(self) -> float:
-        """The part that went into training."""
+        """The fraction that went into training."""
         return self.training / self.total
 
     @property
@@ -212,7 +212,7 @@ class TimeSpent:
 
 
 def parse_totals(line: Mapping[str, Any]) -> TimeSpent | None:
-    """Return the sums until a line; None if it has none of this version."""
+    """Return the run's sums until this line; None if it has none, or has another version's."""
     totals = line.get("totals", {})
     known = totals and totals.keys() <= TimeSpent.__dataclass_fields__.keys()
     return TimeSpent(**totals) if known else None
@@ -224,15 +224,15 @@ class MetricsSummary:
 
     step: int = 0
     train_loss: float | None = None
-    evaluation: Mapping[str, Any] | None = None  # the line of the latest one
-    num_skipped_last: int = 0  # updates in a row
+    evaluation: Mapping[str, Any] | None = None  # the line of the latest
+    num_skipped_last: int = 0  # updates in a row up to the last one
     recent_tokens_per_second: float | None = None
     spent: TimeSpent = field(default_factory=TimeSpent)
     time: float = 0.0  # at the end of the last interval
 
     @property
     def failure(self) -> str:
-        """Why what was measured last is no result of training; '' if it is one."""
+        """Why the last measurements are no result of training; '' if they are one."""
         evaluation = self.evaluation or {}
         if evaluation.get("step") == self.step and evaluation.get("loss") is None:
             return f"its validation loss after step {self.step:,} is not finite"
@@ -281,7 +281,7 @@ def summarize_file(path: Path) -> MetricsSummary:
             break
     summary = summarize(reversed(latest_first))
     summary.spent = spent or summary.spent
-    if summary.evaluation is None and summary.spent.evaluation:  # steps or days ago
+    if summary.evaluation is None and summary.spent.evaluation:  # it is further from the end
         lines = latest_measurements(path, most=1 << 62, containing=b'"evaluation"')
         summary.evaluation = next((line for line in lines if line["kind"] == "evaluation"), None)
     return summary

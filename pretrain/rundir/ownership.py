@@ -12,7 +12,7 @@ _NAMES = (
     "attempt", "checkpoints", "config.yaml", "heartbeats", "ledger.jsonl", "logs", "metrics.jsonl",
     "run.json", "slurm", "tensorboard", "traces", "wandb",
 )  # fmt: skip
-# A command that starts or ends the run acts as these say.
+# What a command that starts or ends the run does depends on these.
 _TRUSTED = ("ledger.jsonl", "config.yaml", "slurm")
 
 
@@ -22,13 +22,13 @@ def make_run_directory(run_dir: Path) -> None:
 
 
 class ForeignRun(ConfigError):
-    """Others can have written what the run does."""
+    """Another user can have written the files that decide what the run does."""
 
 
 def refuse_foreign_run(run_dir: Path) -> None:
-    """Raise ForeignRun unless only this user and root can have written what the run does.
+    """Raise ForeignRun unless only this user and root can have written _TRUSTED.
 
-    For commands that start or end a run by its files. Reading them is safe.
+    For commands that start or end a run by its files. Commands that only read it are safe.
     """
     run_dir = run_dir.resolve()
     try:
@@ -47,8 +47,8 @@ def refuse_foreign_urls(config_file: Path, config: RunConfig) -> None:
     url = next(filter(None, map(url_of, paths)), None)
     if url is not None and is_of_another_user(config_file):
         raise ConfigError(
-            f"{config_file} is another user's, whose settings do not choose what is contacted; if "
-            f"you want to ask that server, say so: data.path={url}"
+            f"{config_file} belongs to another user, whose settings may not choose a server; to "
+            f"use it nevertheless, give data.path={url}"
         )
 
 

@@ -37,7 +37,7 @@ from pretrain.rundir.metrics_file import summarize_file
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
-# Events of Slurm jobs are not restored: on this cluster the numbers can be jobs of other users.
+# Events of Slurm jobs are not restored: here the same numbers can be jobs of other users.
 EVENTS_OF_JOBS = (Submitted, JobStarted, JobEnded, SupervisorKilled, NodeReplaced, Canceled)
 
 
@@ -48,8 +48,8 @@ def restore_run(
 
     Returns the step. If the directory already holds the run, only the checkpoint is put there,
     unless a valid one is there. Raises ConfigError if the directory holds another run, or a copy
-    that has not reached the step; CheckpointError if the checkpoint is damaged, with the previous
-    step in its advice, because only the user may go back further.
+    that has not reached the step; CheckpointError if the checkpoint is damaged. That error names
+    the previous step, because only the user may decide to go back further.
     """
     store = ObjectStore(url, directory / SCRATCH, retry_policy)
     run_dir, existed = RunDir(directory), directory.exists()

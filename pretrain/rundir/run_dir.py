@@ -56,7 +56,7 @@ _RESTORE = (
     'put back a copy of run.json, or write {"name": ..., "id": ...} into it, as a checkpoint\'s '
     'index.json has them ("config" and "run"); without a checkpoint, start again in a new directory'
 )
-_PROBE_BYTES = 1 << 16  # what an attempt writes before its first step, and more
+_PROBE_BYTES = 1 << 16  # an attempt writes less before its first step
 
 # What may be there before run.json, besides an empty directory of checkpoints: left by a crash, or
 # by a launcher that submitted the run.
@@ -137,7 +137,8 @@ class RunDir:
     def create_or_resume(cls, path: Path, config: RunConfig) -> RunDir:
         """Open the run that `config` describes; create it unless it exists.
 
-        ConfigError if a resume may not change what differs; `change_settings` makes it so.
+        ConfigError if a setting differs that a resume may not change. `change_settings` changes the
+        others.
         """
         for folder in (path, cls(path).checkpoints):  # the caller has the run's lock
             remove_leftovers(folder)
@@ -160,7 +161,8 @@ class RunDir:
             logger.info("changed setting  %s: %s -> %s", key, old, new)
         if rate := describe_rate(self.settings_at(max(0, step - 1)), config, step):
             logger.warning(rate)
-        # The event first: without it, steps made again would have the new settings.
+        # The event first: after a crash between the two, steps made again must not look as if they
+        # had always had the new settings.
         self.ledger.append(SettingsChanged(changes=changes, step=step))
         write_text(self.config_file, dump_yaml(to_tree(config)), mode=0o600)
 
@@ -227,7 +229,7 @@ class RunDir:
         return list(read_measurements(self.metrics))
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """Return what other jobs have measured of checkpoints: the latest line of each step."""
+        """Return what other jobs measured of kept checkpoints: the latest line of each step."""
         lines = {line["step"]: line for line in read_measurements(self.evaluations)}
         return [lines[step] for step in sorted(lines)]
 
@@ -240,7 +242,7 @@ class RunDir:
         refuse_links(self.path)
         make_run_directory(self.path)
         path = self.path / f"{holder}.lock"
-        # A job waits, since no one sees its error; a user who starts a run by hand does.
+        # If storage fails, a job waits, since nobody sees its error. A user at a terminal sees it.
         retry = self.retry if is_fenced else StorageRetry()
         with contextlib.ExitStack() as stack:
             lock = partial(run_lock, path, holder, is_fenced)
@@ -266,7 +268,8 @@ class RunDir:
                 directory.rmdir()
 
     def refuse_other_run(self, config: RunConfig, step: int | None = None) -> None:
-        """Raise ConfigError unless the run may have `config` from `step` on, or the next start."""
+        """Raise ConfigError unless the run may have `config` from `step` on, by default from the
+        step of the next start."""
         if step is None:
             asked = self.past().asked
             step = latest_step(self.checkpoints) if asked is None else asked

@@ -30,8 +30,8 @@ def run_step(text: str | Path) -> RunStep:
     """Return what RUN, RUN@STEP, RUN@best or RUN@last names; RUN may be a name in runs/.
 
     `best` is the checkpoint with the lowest validation loss (`_best`), `last` the latest one.
-    CheckpointError if the run has no such checkpoint, with those that it has; ConfigError if it is
-    no run. Without `@` nothing is read. What the files contain is left to `verify`.
+    CheckpointError if the run has no such checkpoint, with a list of its checkpoints; ConfigError
+    if RUN is no run. Without `@` no file is read. The checkpoint's contents are not checked.
     """
     head, at, name = str(text).rpartition("@")
     if not at or "/" in name or run_path(text).exists():
@@ -55,10 +55,11 @@ def run_step(text: str | Path) -> RunStep:
 
 
 def _best(run_dir: RunDir, steps: Sequence[int]) -> list[int]:
-    """Return the step with the lowest of the losses on the same tokens; [] without any.
+    """Return the step with the lowest loss, in a list; [] if there are no losses.
 
-    These tokens are those on which most checkpoints were scored, by the run or `pretrain evaluate`:
-    the last evaluation may read more than the others. Steps that are not compared are logged.
+    Only losses on the same tokens are compared: on the ones that most checkpoints were scored on,
+    by the run or `pretrain evaluate`. The last evaluation of a run may read more tokens than the
+    others. Steps that are not compared are logged.
     """
     losses: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
     for line in [*run_dir.read_metrics(), *run_dir.read_evaluations()]:
@@ -73,7 +74,7 @@ def _best(run_dir: RunDir, steps: Sequence[int]) -> list[int]:
     if others := sorted({step for own in losses.values() for step in own} - set(compared)):
         logger.warning(
             "best of %s is step %d, of steps %s by their losses on the same %s tokens; scored on "
-            "others: %s; pretrain evaluate %s@STEP %s@STEP ... scores all alike",
+            "others: %s; pretrain evaluate %s@STEP %s@STEP ... scores all on the same",
             run_dir.path, best, _listed(sorted(compared)), f"{sum(text):,}", _listed(others),
             run_dir.path, run_dir.path,
         )  # fmt: skip

@@ -24,11 +24,11 @@ from typing import NoReturn
 
 # What `become` passes to the rank: the descriptor of the channel, the watchdog's pid, its limit.
 VARIABLE = "PRETRAIN_WATCHDOG"
-START_SECONDS = 600.0  # for a rank to reach the rendezvous, and then for all ranks to connect
+START_SECONDS = 600.0  # the limit to reach the rendezvous, and again for all ranks to connect
 STACKS_SIGNAL = signal.SIGQUIT  # the rank's handler for it writes the stacks of all threads
 # Nothing else sends SIGALRM, so by it the supervisor recognizes a hang. It leaves no core file.
 END_SIGNAL = signal.SIGALRM
-_REPORT_SECONDS = 8.0  # for the rank to write its stacks and reports before it is ended
+_REPORT_SECONDS = 8.0  # the limit to write stacks and reports, before the rank is ended
 _TICK_SECONDS = 1.0
 # The rank's answers to an expired limit.
 _WROTE_STACKS, _WROTE_ALL = b"stacks\n", b"all\n"
@@ -63,9 +63,8 @@ class Watchdog:
             os.set_inheritable(self._channel, False)
         else:
             self._channel, theirs = _channel()
-            before = signal.pthread_sigmask(
-                signal.SIG_BLOCK, _SIGNALS_FOR_RANKS
-            )  # it inherits this
+            # The watchdog inherits this.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_RANKS)
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", __file__, "--of", str(os.getpid()), str(seconds)],
@@ -85,7 +84,7 @@ class Watchdog:
     def has_expired(self) -> bool:
         """Return whether the watchdog has reported, since the last call, that it ends this process.
 
-        It does so when the rank has written its reports, or after _REPORT_SECONDS.
+        The watchdog does so when the rank has written its reports, or after _REPORT_SECONDS.
         """
         with contextlib.suppress(OSError):  # nothing to read
             return bool(os.read(self._channel, 1))
@@ -107,8 +106,8 @@ class Watchdog:
             os.waitpid(self._process, 0)
 
     def _send(self, line: bytes) -> None:
-        # The watchdog was killed; or it is suspended and the channel is full. Neither may block or
-        # end the rank.
+        # OSError: the watchdog was killed, or it is suspended and the channel is full. Neither may
+        # block or end the rank.
         with contextlib.suppress(OSError):
             os.write(self._channel, line)
 
@@ -159,7 +158,7 @@ def watch(channel: int, rank: int, seconds: float) -> None:
 def _answers(channel: int) -> bytes:
     """Tell the rank that its limit has expired; return its answers until it has written all."""
     answers, deadline = b"", time.monotonic() + _REPORT_SECONDS
-    with contextlib.suppress(OSError):  # it is gone
+    with contextlib.suppress(OSError):  # the rank is gone
         os.write(channel, b"!")
         while _WROTE_ALL not in answers and (left := deadline - time.monotonic()) > 0:
             if select.select([channel], [], [], left)[0]:
@@ -179,7 +178,7 @@ def become(command: Sequence[str], seconds: float) -> NoReturn:
         watch(ours, rank, seconds)
         os._exit(0)
     os.close(ours)
-    # By default the signal would end the rank. It is ignored until `Heartbeat` installs a handler.
+    # By default it would end the rank. It is ignored until `Heartbeat` installs a handler.
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.set_inheritable(ranks, True)
