@@ -8,7 +8,7 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """Storage failed while a checkpoint was read, which may be whole."""
+    """Storage failed while a checkpoint was read; the checkpoint may be whole."""
 
     is_of_site = True
 
@@ -18,7 +18,7 @@ class OtherVersionError(CheckpointError):
 
 
 class UndoneError(CheckpointError):
-    """A checkpoint is from before the run went back."""
+    """A checkpoint is undone: the run went back to an earlier step and makes it again."""
 
 
 class PrunedError(CheckpointError):
@@ -30,4 +30,4 @@ class TrainingError(UserError):
 
 
 class StorageError(UserError):
-    """Storage failed for longer than the run tries, or until the run was asked to stop."""
+    """Storage failed for longer than the run retries, or a stop request ended the wait."""

@@ -106,7 +106,7 @@ from pretrain.weights.initial_weights import check_initial_weights, load_initial
 
 logger = logging.getLogger(__name__)
 
-# Shards that a rank may have open besides its lanes': the last two of each split, and the next one.
+# Shards that a rank may have open besides one per lane: the last two of each split, and the next.
 SHARDS_BESIDE_LANES = 5
 EXIT_STATUSES = {
     Outcome.FINISHED: 0,
@@ -133,8 +133,8 @@ def run_training(
 ) -> int:
     """Train or resume the run; returns the exit status: 0 finished, 75 stopped, 76 out of memory.
 
-    With `from_step` a user gives up what the run has published after that step. The `heartbeat` is
-    the rank's since it came to the meeting.
+    With `from_step` a user gives up what the run has published after that step. A `heartbeat` is
+    given if it already runs, since before the ranks met.
     """
     config = with_precision_of_run(config, directory, world)
     check_precision(config.engine.number_format, world.device)
@@ -221,7 +221,7 @@ def _rank_process(
         with raise_on_all_ranks():
             if world.is_main and token is None:
                 with_retries(retry, fence.claim)
-        # Entered before the heartbeat, so it ends after it: a long last upload is no hang.
+        # Entered before the heartbeat, so the copy ends after it: a long upload is not a hang.
         project = config.metrics.wandb_project if world.is_main else ""
         copy = stack.enter_context(wandb_copy(run_dir, project))
         if heartbeat is own:
@@ -239,7 +239,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
     Checkpoints that have `failed` in this process are not tried again.
     """
     run_dir, world = process.run_dir, process.world
-    set_determinism(process.config, world.device)  # an error in a backward pass may leave it strict
+    set_determinism(process.config, world.device)  # a backward pass that failed may leave it strict
     past = _past(process)
 
     def tell(step: int, where: Destination) -> None:
@@ -253,7 +253,7 @@ def _train(process: RankProcess, token: str, failed: Sequence[Candidate]) -> End
         checkpoint = find_resume_point(root, world, run_id, None, retry, past, local, failed)
     except CheckpointError as error:
         is_final = past.asked is not None and not isinstance(error, UnreadableError)
-        if is_final and world.is_main:  # the next start need not ask for another step
+        if is_final and world.is_main:  # withdraw the request, so that the next start can choose
             run_dir.ledger.append_if_possible(ResumeFrom())
         raise
     step = checkpoint.step if checkpoint else 0
@@ -404,7 +404,7 @@ def _train_from(
 def _evaluator(
     process: RankProcess, config: RunConfig, engine: Engine, state: TrainState
 ) -> Callable[[], dict[str, Any]]:
-    """Return what measures the losses of all corpora and, when they are due, tasks."""
+    """Return a function that measures the losses of all validation sets and, when due, tasks."""
 
     def beat() -> None:
         process.heartbeat.beat(state.step, "evaluate")
@@ -455,7 +455,7 @@ def _tokens_of_corpora(stream: LaneStream, state: TrainState, world: World) -> d
 def set_threads_of_rank() -> None:
     """Set this rank's CPU threads: OMP_NUM_THREADS, or an equal part of the node's cores."""
     # More threads than cores make ranks wait for each other inside every operation. A rank may be
-    # bound to fewer than its part.
+    # bound to fewer cores than its part.
     cores = max(1, (os.cpu_count() or 1) // ranks_on_this_node())
     cores = min(cores, len(os.sched_getaffinity(0)))
     set_threads(0 if "OMP_NUM_THREADS" in os.environ else cores)

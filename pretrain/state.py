@@ -13,7 +13,7 @@ from pretrain.model.memory import Memory, MemoryLayout
 
 @dataclass
 class TrainState:
-    """After `step` updates. `cursor` belongs to the last batch used, not to one prefetched."""
+    """The state after `step` updates; `cursor` belongs to the last batch used, not prefetched."""
 
     step: int = 0
     tokens_seen: int = 0
@@ -36,7 +36,7 @@ class TrainState:
 def memories_without(
     memory_layout: MemoryLayout, batch: SegmentBatch, before: Sequence[Memory | None]
 ) -> list[Memory | None]:
-    """The slots' memories `before` the batch, knowing which documents started in it."""
+    """Return the memories `before` the batch; of the batch they keep only where documents start."""
     return [
         memory_layout.after_forgotten_segment(memory, torch.from_numpy(slot.starts_BL))
         for memory, slot in zip(before, batch.split(len(before)), strict=True)

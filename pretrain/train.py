@@ -41,7 +41,7 @@ class RankProcess:
     world: World
     fence: Fence
     stop: StopRequest
-    take_requests: Callable[[], set[str]]  # of users; on rank 0
+    take_requests: Callable[[], set[str]]  # returns users' new requests; on rank 0
     fault: Fault
     heartbeat: Heartbeat
     data: Mapping[str, Any]  # facts about the corpora for the ledger; on rank 0 only

@@ -1,9 +1,9 @@
 """Kernels of flash-linear-attention for the gated delta rule, each with one configuration.
 
 The package selects a configuration of each kernel by timing several in every process, and they
-round differently. No kernel of this path adds atomically, so with one configuration in reach the
-same inputs give the same bits. These fit every head width and GPU since the A100; none was selected
-by timing. What a resume compares is `fingerprint`.
+round differently. No kernel of this path adds atomically, so with one configuration per kernel the
+same inputs give the same bits. CONFIGURATIONS fit every head width and GPU since the A100; none was
+selected by timing. A resume compares their `fingerprint`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-VERSION = "0.6.0"  # of fla-core, whose kernels these are
+VERSION = "0.6.0"  # of fla-core, which contains the kernels
 CHUNK_TOKENS = 64
 _CHUNK_FWD = "fla.ops.gated_delta_rule.chunk_fwd"
 _DELTA_H = "fla.ops.common.chunk_delta_h"
@@ -58,7 +58,7 @@ def fingerprint() -> str:
 @functools.cache
 def chunk_gated_delta_rule() -> Callable[..., Any]:
     """Return the package's function, when each of its kernels has one configuration."""
-    # Else other packages that happen to be installed replace kernels.
+    # Otherwise other packages that happen to be installed replace kernels.
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
     rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     from triton import Config
@@ -67,8 +67,8 @@ def chunk_gated_delta_rule() -> Callable[..., Any]:
     for name, (blocks, warps, stages) in CONFIGURATIONS.items():
         module, _, kernel = name.partition(" ")
         tuner = getattr(importlib.import_module(module), kernel)
-        while not isinstance(tuner, Autotuner):  # what derives arguments stands around it
+        while not isinstance(tuner, Autotuner):  # wrappers that derive arguments are around it
             tuner = tuner.fn
-        # With a single one triton times nothing and asks no cache.
+        # With a single configuration triton times nothing and reads no cache.
         tuner.configs = [Config(dict(blocks), num_warps=warps, num_stages=stages)]
     return rule

@@ -49,7 +49,7 @@ from torch.autograd.function import once_differentiable
 def relative_shift(padded: Tensor) -> Tensor:
     """Return a view of [X, L, 1 + C] with row i moved left by L - 1 - i: [X, L, C].
 
-    With the first column as padding a plain `view` makes the shift, and autograd undoes it.
+    The first column is padding: with it a plain `view` makes the shift, and autograd undoes it.
     """
     batch, num_queries, width = padded.shape
     return padded.view(batch, width, num_queries)[:, 1:].view(batch, num_queries, width - 1)
@@ -64,7 +64,7 @@ def shifted(tile_PRS: Tensor) -> Tensor:
 def unshift_(tile_PRS: Tensor, shifted_PRS: Tensor) -> None:
     """Fill `tile_PRS` so that `shifted` turns it into `shifted_PRS`, the gradient of the scores.
 
-    Entries of `shifted_PRS` after the query must be zero.
+    Entries of `shifted_PRS` for keys after the query must be zero.
     """
     P, R, S = shifted_PRS.shape
     flat = tile_PRS.view(P, R * S)
@@ -112,7 +112,7 @@ class Group:
 def first_keys(
     num_queries: int, num_keys: int, max_distance: int | None, documents_BC: Tensor | None
 ) -> Tensor | None:
-    """Return the first key that each query sees, [1 or B, L]; None without either argument."""
+    """Return the first key that each query sees, [1 or B, L]; None if all see the first one."""
     first = None
     if max_distance is not None:
         assert max_distance > 0, max_distance
@@ -132,7 +132,7 @@ def groups(
     """Return groups that cover every head, lane and row once, ordered by heads and then lanes."""
     num_lanes, num_queries, num_heads, _ = query_BLNH.shape
     rows = list(even_parts(num_queries, tiling.rows))
-    pairs = max(1, tiling.scores // (rows[0].stop * num_keys))  # of a head and a lane
+    pairs = max(1, tiling.scores // (rows[0].stop * num_keys))  # pairs of head and lane in a tile
     per_key = num_heads // num_key_heads
     # Do not combine lanes with different documents: the tile would read from the first key that any
     # of its lanes sees.
