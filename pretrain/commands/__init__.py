@@ -1,4 +1,4 @@
-"""The commands of `pretrain`, a module each: its command line, what it calls, what it prints.
+"""The commands of `pretrain`, one module for each: its flags, what it calls, what it prints.
 
 A module is imported only when its command runs.
 """

@@ -1,4 +1,4 @@
-"""`pretrain check-mixer KIND`: prove that a kind of layer carries its state right."""
+"""`pretrain check-mixer KIND`: check that a kind of layer carries its state correctly."""
 
 import argparse
 from typing import Any
@@ -11,14 +11,14 @@ from foundation.yaml_files import merge, parse_override
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain check-mixer`."""
     add = parser.add_argument
-    add("kind", help="as in model.layer_kinds")
+    add("kind", help="kind of layer, named as in model.layer_kinds")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="settings, such as model.positions=rope")
     add("--seed", type=int, default=0, help="of shapes, weights and texts (default 0)")
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Print what each check found; 0 if all passed, 1 if not."""
+    """Return what each check found; the exit status is 0 if all passed, 1 if not."""
     check_least(arguments, 0, "seed")
     tree: dict[str, Any] = {}
     for override in arguments.overrides:

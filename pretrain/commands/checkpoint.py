@@ -21,8 +21,8 @@ from pretrain.terminal.text import format_number, text_table
 
 EXIT_CORRUPTED = 1
 SUMMARIES = {
-    "list": "list step, ranks, tokens, validation loss and size of each",
-    "verify": "read every byte of each; exit status 1 if one is corrupted",
+    "list": "list step, ranks, tokens, validation loss and size of each checkpoint",
+    "verify": "read every byte of each checkpoint; exit status 1 if one is corrupted",
     "fetch": "make a run directory from what checkpoint.mirror has uploaded",
 }
 PROGRAM = Program(
@@ -43,7 +43,7 @@ add_verify_arguments = add_list_arguments
 def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the run's mirror: checkpoint.mirror/NAME")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory to make, or to repair")
-    parser.add_argument("--step", type=int, metavar="N", help="this one (default: the latest)")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint (default: the latest)")
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:
@@ -89,7 +89,7 @@ def run_list(arguments: argparse.Namespace) -> Answer:
 
 
 def _uses(step: int, usable: Sequence[int]) -> list[str]:
-    """Return what a checkpoint can be used for, given the steps that are whole."""
+    """Return what a checkpoint can be used for, given the steps that count."""
     if step not in usable:
         return []
     return ["resume"] * (step == usable[-1]) + ["evaluate", "export", "generate"]
@@ -100,7 +100,7 @@ def _none_in(run_dir: RunDir) -> str:
 
 
 def _contents(directory: Path, limit: int) -> dict[str, Any]:
-    """Return the size of a checkpoint, and what its index says; None where that is unreadable."""
+    """Return a checkpoint's size, ranks and tokens; None for those that cannot be read."""
     contents: dict[str, Any] = {"ranks": None, "tokens": None, "bytes": None}
     try:
         contents["bytes"] = sum(path.stat().st_size for path in directory.iterdir())
@@ -111,14 +111,14 @@ def _contents(directory: Path, limit: int) -> dict[str, Any]:
 
 
 def run_verify(arguments: argparse.Namespace) -> Answer:
-    """Read every checkpoint, and print a line of each at once; status 1 if one is corrupted."""
+    """Read every checkpoint, and print its line at once; the status is 1 if one is corrupted."""
     run_dir, answers = RunDir.open(arguments.run), list[dict[str, Any]]()
     for step in files.steps_on_disk(run_dir.checkpoints):
         state, problem = "valid", None
         try:
             verify_and_keep(files.step_directory(run_dir.checkpoints, step))
         except PrunedError:
-            state = "pruned"  # by the run, which trains
+            state = "pruned"  # by the run, which is training
         except OtherVersionError as error:
             state, problem = "of another version", str(error)
         except CheckpointError as error:

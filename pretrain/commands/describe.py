@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     hardware = hardware_of(arguments)
     config = resolve_if_built(config)
     if config.initial_weights is not None and not is_run:
-        # Late: it imports torch, to compare shapes. A run that exists has its own weights.
+        # A run that exists has its own weights. Late: to compare shapes it imports torch.
         from pretrain.weights.initial_weights import check_initial_weights
 
         check_initial_weights(config)

@@ -24,7 +24,7 @@ OWN_FLAGS: dict[str, dict[str, Any]] = {
     "tasks": {"limit": None, "few_shot": None, "run_task_code": False},
     "probe": {"trials": 64, "longest_distance": 0, "output": None},
 }
-# With these, a loss is not the one that a report has.
+# Flags with which losses are other numbers than those of a run's report.
 OTHER_NUMBERS = (
     "memory_length",
     "segment_length",
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory-length", type=tokens, nargs="+", metavar="N", help="a result for each N tokens")
     add("--segment-length", type=tokens, default=0, metavar="N", help="default: as in training")
     add("--clamp", type=int, metavar="N", help="encode distances above N as N; 0: no limit")
-    add("--rope-extension", choices=get_args(RopeExtension), help="how angles stretch")
-    add("--same-length", action="store_true", help="let every token see a memory's length of keys")
+    add("--rope-extension", choices=get_args(RopeExtension), help="stretch rope to longer memory")
+    add("--same-length", action="store_true", help="let all tokens see equally many keys")
     add("--lanes", type=int, default=0, metavar="N", help="streams at a time (default: the run's)")
     add("--max-tokens", type=tokens, default=0, metavar="N", help="score about N tokens")
     add("--precision", choices=get_args(Precision), help="default: the run's; on a CPU fp32")
@@ -56,16 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure = parser.add_mutually_exclusive_group().add_argument
     measure("--context-length", action="store_true", help="relative effective context lengths")
     measure("--tasks", nargs="+", metavar="TASK", help="tasks of lm-eval: names, or YAML files")
-    measure("--probe", nargs="+", choices=get_args(ProbeName), metavar="PROBE", help="the memory")
+    measure("--probe", nargs="+", choices=get_args(ProbeName), metavar="PROBE", help="test memory")
     add = parser.add_argument_group("with --tasks").add_argument
     add("--limit", type=int, metavar="N", help="use N examples of each task (default: all)")
     add("--run-task-code", action="store_true", help="let YAML files run the code of `!function`")
-    add("--few-shot", type=int, metavar="N", help="examples in front of each (default: the task's)")
+    add("--few-shot", type=int, metavar="N", help="solved examples before each (default: task's)")
     add = parser.add_argument_group("with --context-length").add_argument
     add("--longest-context", type=tokens, metavar="N", help="20 contexts up to N (default 1000)")
     add = parser.add_argument_group("with --probe").add_argument
-    add("--trials", type=int, metavar="N", help="needles and copies at a distance (default 64)")
-    add("--longest-distance", type=tokens, metavar="N", help="default: twice what a layer sees")
+    add("--trials", type=int, metavar="N", help="needles and copies per distance (default 64)")
+    add("--longest-distance", type=tokens, metavar="N", help="default: twice what one layer sees")
     add("--output", type=Path, metavar="DIR", help="folder of probes.json (default: the run's)")
 
 
@@ -74,7 +74,7 @@ def _flag(name: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int | Answer:
-    """Return a table for each run; on ranks other than the first nothing."""
+    """Return a table for each run, or on ranks above 0 the exit status."""
     _check(arguments)
     from pretrain.commands.evaluation_outputs import outputs_of  # late: torch takes seconds
 
@@ -98,7 +98,7 @@ def _check(arguments: argparse.Namespace) -> None:
     changed = [name for name in OTHER_NUMBERS if getattr(arguments, name) not in (None, False, 0)]
     if arguments.follow and (changed or len(arguments.runs) > 1):
         flag = _flag(changed[0]) if changed else f"{len(arguments.runs)} runs"
-        raise ConfigError(f"--follow measures what a report has of one run: found {flag}")
+        raise ConfigError(f"--follow scores one run as its report does: found {flag}")
     arguments.is_curve = not changed and (len(arguments.runs) > 1 or arguments.follow)
     for kind, flags in OWN_FLAGS.items():
         for name, default in flags.items():
@@ -108,7 +108,7 @@ def _check(arguments: argparse.Namespace) -> None:
             elif not getattr(arguments, kind):
                 raise ConfigError(f"{_flag(name)} requires {_flag(kind)}")
         if getattr(arguments, kind) and len(memory_lengths) > 1:
-            raise ConfigError(f"{_flag(kind)} goes with one --memory-length; compare two calls")
+            raise ConfigError(f"{_flag(kind)} takes one --memory-length; run it once for each")
     check_least(arguments, 0, "memory_length", "segment_length", "lanes", "max_tokens", "clamp")
     check_least(arguments, 0, "limit", "few_shot")
     check_least(arguments, 1, "trials")
@@ -120,9 +120,9 @@ def _check(arguments: argparse.Namespace) -> None:
         check_output_directory("--output", arguments.output)
     check_least(arguments, 2, "longest_context")
     if arguments.context_length and arguments.lanes:
-        raise ConfigError("--lanes goes with no --context-length")
+        raise ConfigError("--lanes has no effect on --context-length; leave it out")
     if arguments.tasks and arguments.max_tokens:
-        raise ConfigError("--tasks goes with no --max-tokens; use --limit")
+        raise ConfigError("--max-tokens has no effect on --tasks; use --limit")
     if arguments.tasks:
         from pretrain.evaluation.task_names import check_tasks
 

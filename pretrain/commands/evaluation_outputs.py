@@ -38,8 +38,8 @@ from pretrain.scaling.collect import PROBES
 from pretrain.terminal.text import counted
 from pretrain.weights.export import TrainedModel, is_export, load_tokenizer, load_trained
 
-CONTEXT_POSITIONS, CONTEXTS = 512, 20  # of an effective context length
-SHARES = (0.1, 0.5, 1.0)  # of the positions, as in table 8 of the paper
+CONTEXT_POSITIONS, CONTEXTS = 512, 20  # for effective context lengths: positions, lengths tried
+SHARES = (0.1, 0.5, 1.0)  # the hardest fractions of positions (table 8 of the paper)
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class EvaluationOutput:
 
     title: str
     rows: list[tuple[str, ...]]  # heads first
-    values: dict[str, Any]  # with --json
+    values: dict[str, Any]  # printed instead with --json
 
 
 def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
-    """Measure every model that the flags name; on ranks other than the first nothing to print."""
+    """Measure every model that the flags name; return [] on ranks above 0, which print nothing."""
     world = init_world()
     kinds = {"context_length": None, "probe": _probes, "tasks": _tasks}
     kind = next((name for name in kinds if getattr(arguments, name)), "")
@@ -78,7 +78,7 @@ def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
 
 
 def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput] | None:
-    """Score checkpoints of one run and add them to its files; None if others are asked for too."""
+    """Score checkpoints of one run and add them to its files; None if other models are named."""
     named = [run_step(path) for path in arguments.runs if not is_export(path)]
     is_one = len({path for path, _ in named}) == 1 and len(named) == len(arguments.runs)
     steps = [step for _, step in named if step is not None]
@@ -93,7 +93,7 @@ def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput
             scorer = TrainedScorer(_load(arguments, path, world), world)
         except CheckpointError:
             if arguments.follow and step not in steps_that_count(run_dir.checkpoints):
-                continue  # the run has pruned it meanwhile
+                continue  # the run has pruned this checkpoint
             raise
         (result,) = _evaluate_with_progress(arguments, scorer, _corpus(arguments, scorer.trained))
         values = {name: result.values()[name] for name in MEASURED}
@@ -252,9 +252,9 @@ def _probes(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) ->
     if arguments.output and len(arguments.runs) > 1:
         directory /= path.name
     elif not arguments.output and is_export(path):
-        raise ConfigError(f"{path} is an export, to which nothing is added; give --output DIR")
+        raise ConfigError(f"{path} is an export, which is never changed; give --output DIR")
     tokenizer = load_tokenizer(trained, corpus.directory.parent if corpus else None)
-    with Console(stderr=True).status(f"{path}: probes") as status:  # on a terminal alone
+    with Console(stderr=True).status(f"{path}: probes") as status:  # shown only on a terminal
         results = run_probes(
             scorer, tokenizer, corpus, settings, lambda words: status.update(f"{path}: {words}")
         )

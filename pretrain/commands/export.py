@@ -1,5 +1,7 @@
-"""`pretrain export`: write a run's model to a directory that needs no run and no DeepSpeed, or, for
-Hugging Face transformers, nothing of this project.
+"""`pretrain export`: write a run's model to a directory of its own.
+
+Reading it needs no run and no DeepSpeed; Hugging Face transformers also reads one without this
+project.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the directory, completely or not at all."""
-    import torch  # late, as all that imports it: it takes seconds
+    import torch  # late, as is all that imports torch: it takes seconds
 
     from pretrain.weights.export import load_tokenizer, load_trained, refuse_existing, write_export
 

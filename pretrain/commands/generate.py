@@ -28,15 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", type=run_path, metavar="RUN", help="run, RUN@STEP, its name in runs/, or export")
     prompt = parser.add_mutually_exclusive_group().add_argument
     prompt("--prompt", default="", help="text to continue (default: start a document)")
-    prompt("--prompt-file", type=Path, metavar="FILE", help="its file; - is the standard input")
+    prompt("--prompt-file", type=Path, metavar="FILE", help="file of the prompt; -: standard input")
     add("--data", type=Path, help="corpus whose tokenizer is used (default: the run's)")
     add("--tokens", type=tokens, default=200, help="tokens to generate (default %(default)s)")
-    add("--temperature", type=float, default=0.8, help="0: the most likely (default %(default)s)")
-    add("--top-k", type=int, default=0, metavar="K", help="of the K likeliest (default: all)")
-    add("--top-p", type=float, default=0.95, metavar="P", help="of the likeliest, P in all")
-    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="for tokens of the text")
+    add("--temperature", type=float, default=0.8, help="0: likeliest token (default %(default)s)")
+    add("--top-k", type=int, default=0, metavar="K", help="draw from K likeliest (default: all)")
+    add("--top-p", type=float, default=0.95, metavar="P", help="draw from the likeliest, P in sum")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="of tokens seen before")
     add("--seed", type=int, default=1, help="a seed fixes the text (default %(default)s)")
-    add("--samples", type=int, default=1, metavar="N", help="texts; several appear at the end")
+    add("--samples", type=int, default=1, metavar="N", help="texts; several are printed at the end")
     add("--memory-length", type=tokens, metavar="N", help="default: as in training")
     add("--precision", choices=get_args(Precision), help="default: the run's; on a CPU fp32")
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _take_prompt_file(arguments: argparse.Namespace) -> None:
-    """Read the prompt from the file that was named, if any; ConfigError if it is no text."""
+    """Read the prompt from the file that was named, if any; ConfigError if it is not UTF-8 text."""
     file: Path | None = arguments.prompt_file
     if file is None:
         return
@@ -105,7 +105,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _shown(text: str) -> str:
-    """The text as it is for a file or pipe, with escape sequences as text for a terminal."""
+    """Return the text; for a terminal with its escape sequences spelled out."""
     return printable(text) if sys.stdout.isatty() else text
 
 

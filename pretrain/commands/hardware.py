@@ -1,4 +1,4 @@
-"""The flags that name the ranks that costs are estimated for, or a cluster file. Torch-free."""
+"""The flags of the hardware that costs are estimated for. Torch-free."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:
         return {known.lower(): known for known in DEVICES}.get(name.lower(), name)
 
     add("--cluster", type=Path, help="cluster file (configs/clusters/*.yaml) with GPUs per node")
-    add("--nodes", default="1", metavar="N|N+S", help="nodes; of 4+1, with a spare one, 4 train")
+    add("--nodes", default="1", metavar="N|N+S", help="nodes that train, and spare ones: 4+1")
     add("--gpus-per-node", "--gpus", type=int, help="ranks per node (default 1)")
     add("--gpu", type=device, choices=sorted(DEVICES), metavar="NAME", help="device (default: cpu)")
     add("--gpu-memory", type=size, default=0.0, metavar="N", help="of a GPU, such as 40GiB")
@@ -24,7 +24,7 @@ def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def hardware_of(arguments: argparse.Namespace) -> Hardware:
-    """Return the hardware of the cluster file, if one is given; the other options win over it."""
+    """Return the hardware that the options describe; they win over the cluster file, if any."""
     return chosen_hardware(
         cluster=arguments.cluster,
         nodes=arguments.nodes,

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("state_dict", type=Path, metavar="STATE_DICT", help="as torch.save wrote it")
     add("--config", type=Path, required=True, metavar="YAML", help="experiment file of the weights")
-    add("--vocabulary", type=Path, metavar="FILE", help="its words in order, or another tokenizer")
-    add("--end-token", default="", metavar="TOKEN", help="of documents (default: as the files say)")
+    add("--vocabulary", type=Path, metavar="FILE", help="words in order of ids, or a tokenizer")
+    add("--end-token", default="", metavar="TOKEN", help="ends documents (default: from files)")
     add("--output", type=Path, required=True, metavar="DIR", help="new directory for the export")
     add("settings", nargs="*", metavar="KEY=VALUE", help="config overrides")
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def with_known_vocabulary(config: RunConfig, home: Path) -> RunConfig:
-    """Set the vocabulary's size from the tokenizer in `home`; ConfigError if it is unclear."""
+    """Set the vocabulary's size from the tokenizer in `home`; ConfigError if settings disagree."""
     tokenizer = home / TOKENIZER_DIRECTORY
     if not tokenizer.is_dir():
         if not config.model.vocab_size:

@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, parameters = parser.add_argument, amount_of("parameters")
     add("experiment", type=Path, metavar="EXPERIMENT.yaml", help="file to write; must not exist")
     add("--corpus", type=Path, required=True, metavar="DIR", help="a built corpus, or its URL")
-    add("--parameters", type=parameters, default=1e7, metavar="N", help="as 1.5B (default 10M)")
-    add("--steps", type=size_of("steps"), metavar="N", help="default: by the corpus and the size")
+    add("--parameters", type=parameters, default=1e7, metavar="N", help="e.g. 1.5B (default 10M)")
+    add("--steps", type=size_of("steps"), metavar="N", help="default: by corpus and parameters")
     add("--paper", action="store_true", help="the paper's parts and rate instead of today's")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the file")
 

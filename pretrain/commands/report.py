@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="default: RUN, RUN/at-STEP; of several its parent",
+        help="default: RUN or RUN/at-STEP; for several runs, their parent",
     )
     add_json(parser)
 

@@ -8,7 +8,7 @@ from pretrain.config.run import RunConfig, why_fixed
 
 add_arguments = add_prefix
 
-# What an experiment does not say, because the same run may continue on other machines.
+# Names of what is not in an experiment, because the same run may continue on other machines.
 MACHINES = ("gpus", "nodes", "ranks", "world_size", "cluster", "partition", "slurm", "num_gpus")
 
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain train`."""
     add_experiment(parser)
     add = parser.add_argument
-    add("--run-dir", type=Path, required=True, help="of checkpoints and metrics; may have this run")
+    add("--run-dir", type=Path, required=True, help="new run directory, or this run's to resume")
     add_from_step(parser)
     add_log_level_argument(parser)
 
@@ -53,7 +53,7 @@ def _train(arguments: argparse.Namespace) -> int:
     refuse_links(run_dir.path)
     run_dir.refuse_other_files()  # before heartbeats are there
     limit = start_limit(os.environ) if seconds else 0.0
-    # torchrun restarts ranks with the same arguments: what a user has said once is done by then.
+    # torchrun restarts ranks with the same arguments, when --from-step has been done already.
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     from_step = None if is_restart else arguments.from_step
 
@@ -72,7 +72,7 @@ def _train(arguments: argparse.Namespace) -> int:
         try:
             world = init_world(seconds)
         except RuntimeError as error:
-            if is_out_of_memory(error):  # and the run itself has allocated nothing yet
+            if is_out_of_memory(error):  # another process has it: the run has allocated nothing yet
                 raise NodeError(f"found no device memory before training: {error}") from error
             raise
         heartbeat.allow(seconds)

@@ -1,12 +1,12 @@
 """`pretrain verify-resume`: check, on the user's configuration, that a killed run resumes exactly.
 
-It trains three times with real ranks: to the end; until all ranks SIGKILL themselves, a step after
-a checkpoint; and from what that run left on disk. Then it compares every loss and every byte of
-the final states.
+It trains three times with real ranks. The first run trains to the end. In the second all ranks
+SIGKILL themselves, a step after a checkpoint. The third resumes the second. Then it compares every
+loss and every byte of the final states of the first and the third.
 
-With `--resume-ranks` or `--resume-zero` the third time has other ranks or another ZeRO stage, so
+With `--resume-ranks` or `--resume-zero` the third has other ranks or another ZeRO stage, so
 rounding differs: losses must agree to 1e-5 relative, weights, moments, EMA and memories to 1e-4 of
-their length, counters and the lanes' cursors exactly.
+their L2 norm, counters and the lanes' cursors exactly.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pretrain.terminal.text import counted
 
 EXIT_DIFFERENT = 1
 START_SECONDS = 600.0
-KILLED = -9
+KILLED = -9  # the status of a rank that was SIGKILLed
 ELASTIC_TOLERANCE = 1e-5  # relative, of losses in fp32
 
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="number of ranks (default 2)")
     add("--steps", type=int, default=20, help="steps to train (default 20)")
-    add("--kill-at", type=int, default=7, metavar="STEP", help="SIGKILL after it (default 7)")
+    add("--kill-at", type=int, default=7, metavar="STEP", help="SIGKILL after STEP (default 7)")
     add("--resume-ranks", type=int, metavar="N", help="ranks when resuming (default: the same)")
     add("--resume-zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage when resuming")
     add("--work-dir", type=Path, help="keep the runs in DIR (default: a temporary directory)")
@@ -92,14 +92,14 @@ def run(arguments: argparse.Namespace) -> int:
 def train_and_compare(
     arguments: argparse.Namespace, settings: Sequence[str], work: Path
 ) -> list[str]:
-    """Return how the runs differ."""
+    """Return the differences between the uninterrupted run and the resumed one."""
     from pretrain.rundir.compare_runs import run_differences
 
     uninterrupted, killed = RunDir(work / "uninterrupted"), RunDir(work / "killed")
     for run_dir in (uninterrupted, killed):
         if run_dir.exists():
             raise ConfigError(f"{run_dir.path} exists; remove it or use another --work-dir")
-    # The check compares states: its last evaluation need not be one to quote.
+    # Only states are compared, so the last evaluation may be short.
     short = f"{SHORT_EVALUATION}@{arguments.steps}"
     train = functools.partial(train_ranks, arguments.experiment, fault=short)
     _report(f"1/3 {arguments.steps} steps on {counted(arguments.ranks, 'rank')}, uninterrupted")
@@ -120,7 +120,7 @@ def train_ranks(
 ) -> None:
     """Train on ranks of this machine to the end or, with the fault sigkill@N, to step N.
 
-    Raise UserError with the last lines of the rank that failed if they exit in any other way.
+    If they exit in any other way, raise UserError with the last lines of the rank that failed.
     """
     command = train_command(config, run_dir.path, *overrides)
     environment = {FAULT_VARIABLE: fault}
@@ -144,22 +144,22 @@ def _resume_ranks(arguments: argparse.Namespace) -> int:
 
 
 def settings_of_check(arguments: argparse.Namespace, config: RunConfig) -> list[str]:
-    """Return the user's settings, made as short as this check; a cut warm-up keeps its slope."""
+    """Return the user's settings, shortened to the check's steps; a cut warm-up keeps its slope."""
     schedule = config.optim.schedule
     warmup = min(schedule.warmup_steps, arguments.steps // 2)
     rate = config.optim.learning_rate * (warmup or 1) / (schedule.warmup_steps or 1)
     return [
         "evaluation.max_tokens=2000",
         *arguments.overrides,
-        *(["engine.precision=fp32"] if _is_elastic(arguments) else []),  # what auto may not be
+        *(["engine.precision=fp32"] if _is_elastic(arguments) else []),  # auto may choose bf16
         f"optim.steps={arguments.steps}",
-        f"optim.learning_rate={rate}",  # Adam makes updates of this size of what rounding changes
+        f"optim.learning_rate={rate}",  # Adam turns rounding errors into updates of this size
         f"optim.schedule.warmup_steps={warmup}",
         f"optim.schedule.decay_steps={min(schedule.decay_steps, arguments.steps // 2)}",
         # The last checkpoint before the kill is one step older, so that a step is repeated.
         f"checkpoint.interval={max(1, arguments.kill_at - 1)}",
         "checkpoint.keep_last=3",
-        # The bytes are the same, and they are on disk when the kill comes a step later.
+        # A blocking save writes the same bytes, which are on disk when the kill comes.
         "checkpoint.asynchronous=false",
         f"evaluation.interval={max(1, arguments.steps // 4)}",
         "metrics.tensorboard=false",

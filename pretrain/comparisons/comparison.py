@@ -2,15 +2,15 @@
 
     name: variants
     experiment: ../experiments/variants.yaml    # relative to this file
-    flops: 6e11                 # of training, of every run
+    flops: 6e11                 # training FLOPs of every run
     rates: [2e-3, 4e-3, 8e-3]   # every member is trained with each...
     seeds: [1, 2]               # ...and each of these
-    settings: [model.d_model=64]                # of all members; optional
-    members:                    # how each differs from the experiment
+    settings: [model.d_model=64]                # for all members; optional
+    members:                    # how each member differs from the experiment
       no-memory: [model.memory_length=0]
       transformer-xl: []
 
-A cell's name is cFLOPS-MEMBER-lrRATE-sSEED, so other FLOPs are other runs. Torch-free.
+A cell's name is cFLOPS-MEMBER-lrRATE-sSEED, so other FLOPs make other runs. Torch-free.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,14 @@ from foundation.yaml_files import read_tree
 from pretrain.scaling.plan import PlannedRun, at_computed_flops, planned_run, varied
 from pretrain.sweeps.sweep_file import check_overrides
 
+# Settings that follow from the comparison, so no member may set them.
 _PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate", "evaluation.interval")
 _PLANNED += ("optim.schedule.warmup_steps", "optim.schedule.decay_steps", "checkpoint.interval")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared, and how."""
+    """The contents of a comparison's file."""
 
     name: str
     experiment: Path
@@ -72,7 +73,7 @@ def read_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
 def plan_members(comparison: Comparison, experiment: Path) -> list[PlannedRun]:
     """Return every member at every rate and seed, with the steps that its FLOPs pay for.
 
-    Members take turns, so that what slows the machine for a while slows all of them.
+    Members take turns, so that whatever slows the machine for a while slows all of them.
     """
     budget = f"c{comparison.flops:.3g}".replace("+", "")
     members = {f"{budget}-{name}": item for name, item in comparison.members.items()}

@@ -1,4 +1,4 @@
-"""What came out of a comparison: each member at its best rate, its losses, speed and probes.
+"""The results of a comparison: each member at its best rate, its losses, speed and probes.
 
 Losses are in nats per token of the validation split.
 """
@@ -26,21 +26,21 @@ class MemberResult:
     first: Row  # one of its runs at that rate, for what all of them share
     seeds: Member  # its losses by seed
     is_edge: bool  # the best rate is the lowest or the highest one tried
-    tokens_per_second: float  # the median of all runs of the member, of training alone
-    probes: Mapping[str, float]  # the means of the seeds, by column
+    tokens_per_second: float  # of training alone; the median of all runs of the member
+    probes: Mapping[str, float]  # means over seeds, by column of the sweep's table
 
     @property
     def loss(self) -> float:
         return self.seeds.loss
 
     def probed(self, name: str) -> dict[int, float]:
-        """The values of the columns probes/NAME/NUMBER, by their numbers."""
+        """Return the values of the columns probes/NAME/NUMBER, by NUMBER."""
         parts = ((key.rpartition("/"), value) for key, value in self.probes.items())
         return {int(last): value for (kind, _, last), value in parts if kind == PROBED + name}
 
 
 def member_results(rows: Sequence[Row]) -> list[MemberResult]:
-    """Return each member at its best rate, by the mean of its seeds, if all its runs have ended."""
+    """Return members whose runs have all ended, each at the rate of the lowest mean over seeds."""
     results = []
     for member in dict.fromkeys(member_name(row.name) for row in rows):
         mine = [row for row in rows if member_name(row.name) == member]
@@ -78,7 +78,7 @@ def member_results(rows: Sequence[Row]) -> list[MemberResult]:
 
 
 def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
-    """Heads and rows, lowest loss first; a star marks a rate at the edge of those tried."""
+    """Return heads and rows, lowest loss first; a star marks the lowest or highest rate tried."""
     heads = [f"loss from token {FAR}", "needle", "rate"]
     heads += ["state of a lane", "tokens/s", "parameters", "tokens"]
     losses, rows = member_rows([result.seeds for result in results]), []

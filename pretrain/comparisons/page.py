@@ -1,4 +1,4 @@
-"""The page of a sweep that varies rates, lengths or variants rather than sizes. Torch-free."""
+"""The page of a sweep that varies learning rates, lengths or variants, not sizes. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from pretrain.terminal.text import counted, fitted_table, flops_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CURVE_POINTS = 60
+CURVE_POINTS = 60  # at which the parabola is drawn
 
 
 def rows_without_sizes(path: Path) -> list[Row]:
-    """The rows of a table whose sweep varied something else than sizes; [] for any other table."""
+    """Return the rows of a table whose sweep did not vary sizes; [] for any other table."""
     varies = {row.get("varies") for _, row in csv_rows(path)} - {None, "", "sizes"}
     return read_rows(path) if varies else []
 
@@ -68,7 +68,7 @@ def _rates(runs: Sequence[Row]) -> list[Part]:
 
 
 def loss_by_rate(tuned: Tuned) -> Figure:
-    """Final losses over the learning rate, with a parabola and its vertex."""
+    """Draw final losses over the learning rate, with a parabola and its vertex."""
     figure, axes = canvas(3.6, "peak learning rate", LOSS)
     color = SERIES[0]
     axes.plot(tuned.rates_S, tuned.loss_S, "o", color=color, markersize=4)
@@ -105,7 +105,7 @@ def _lengths(rows: Sequence[Row]) -> list[Part]:
 
 
 def loss_by_memory(rows: Sequence[Row]) -> Figure:
-    """Loss over the memory length, a line per segment length; means over seeds."""
+    """Draw the loss over the memory length, a line per segment length; means over seeds."""
     figure, axes = canvas(3.4, "memory length M (tokens)", LOSS)
     memories = sorted({int(row.memory_length) for row in rows})
     segments = sorted({int(row.segment_length) for row in rows})

@@ -1,5 +1,6 @@
-"""The runs of a sweep's cells, and the runs that a command line means: run directories, folders of
-runs, sweep files. Torch-free.
+"""The runs of a sweep's cells, and the runs that arguments of commands stand for. Torch-free.
+
+An argument may be a run directory, a folder of runs, or a sweep file.
 """
 
 import logging
@@ -20,14 +21,14 @@ from pretrain.rundir.run_paths import RUNS
 from pretrain.sweeps.sweep_file import Cell, Sweep, read_sweep
 from pretrain.terminal.text import counted
 
-_DEPTH = 3  # RUNS/RUN, RUNS/SWEEP/CELL
-_MOST_SHOWN = 3  # settings of a run that are not its cell's
+_DEPTH = 3  # folders below a root in which runs are looked for: RUNS/SWEEP/CELL, and one more
+_MOST_SHOWN = 3  # settings that a message lists
 _log = logging.getLogger(__name__)
 
 
 def config_of(cell: Cell, sweep_path: Path) -> RunConfig:
-    """The run of a cell; ConfigError names the cell."""
-    # The directory of a sweep that is being planned may not be there yet, and then has no '..'.
+    """Return the settings of a cell's run; ConfigError names the cell."""
+    # A planned sweep's directory may not exist yet, so `..` after it must be removed here.
     path = Path(os.path.normpath(sweep_path.parent.resolve() / cell.experiment))
     if not find_config(path).exists():
         others = [item.name for item in path.parent.glob("*.y*ml") if item.name != sweep_path.name]
@@ -46,7 +47,7 @@ def _holds_run(path: Path) -> bool:
 
 
 def cells_directory(sweep: Sweep, given: Path | None = None) -> Path:
-    """The parent of the cells' run directories: the one given with --runs-dir, or runs/SWEEP."""
+    """Return the parent of the cells' run directories: `given` (--runs-dir), or runs/SWEEP."""
     return given or RUNS / sweep.name
 
 
@@ -71,9 +72,10 @@ def cells_of(sweep: Sweep, file: Path, runs: Path) -> list[PlacedCell]:
 
 
 def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) -> str:
-    """Return how the run in `path` differs from `config`: `seed 1 -> 2`; "" if in nothing.
+    """Return how the run in `path` differs from `config`, as `seed 1 -> 2`; "" if it does not.
 
-    `own` are its settings if it has not begun. Of a damaged run its reader says more.
+    `own` are the settings to compare if the run has not begun. "" for a damaged run, too: its
+    reader says what is wrong.
     """
     run_dir = RunDir(path)
     try:
@@ -87,7 +89,7 @@ def other_settings(path: Path, config: RunConfig, own: RunConfig | None = None) 
 
 
 def refuse_others(others: Iterable[tuple[Path, str]]) -> None:
-    """Raise ConfigError for the first run of a cell whose `other_settings` are some."""
+    """Raise ConfigError for the first cell's run that has other settings than its cell."""
     if wrong := [(path, other) for path, other in others if other]:
         path, other = wrong[0]
         more = f" (and {counted(len(wrong) - 1, 'more such cell')})" if wrong[1:] else ""
@@ -98,9 +100,10 @@ def refuse_others(others: Iterable[tuple[Path, str]]) -> None:
 
 
 def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) -> list[Path]:
-    """Return the runs that the paths stand for, each once: a run, the runs in a folder, a sweep's.
+    """Return the runs that the paths stand for, each once.
 
-    Any other path is kept, for its reader to refuse.
+    A path stands for a run, the runs in a folder, or a sweep's started cells. Any other path is
+    returned as it is: whoever reads it as a run refuses it.
     """
     runs: list[Path] = []
     for path in paths:
@@ -114,9 +117,9 @@ def runs_of(paths: Sequence[Path], is_run: Callable[[Path], bool] = _holds_run) 
 def find_runs(
     root: Path, is_run: Callable[[Path], bool] = _holds_run, depth: int = _DEPTH
 ) -> Iterator[Path]:
-    """Yield run directories at or under `root`, by their names and the numbers in them.
+    """Yield run directories at or under `root`, sorted by names, with numbers in numeric order.
 
-    A directory that this user may not read is passed over with a warning.
+    A directory that this user may not read is left out with a warning.
     """
     try:
         if is_run(root):
@@ -151,6 +154,6 @@ def _started_cells(path: Path, is_run: Callable[[Path], bool]) -> list[Path]:
 
 
 def _by_number(path: Path) -> list[str | int]:
-    """A key that sorts `memory_64` before `memory_256`; texts and numbers alternate in it."""
+    """Return a key that sorts `memory_64` before `memory_256`: texts and numbers in turn."""
     parts = re.split(r"(\d+)", path.name)
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]

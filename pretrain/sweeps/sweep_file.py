@@ -1,7 +1,7 @@
 """The file of a sweep: its cells, each an experiment file plus overrides, or a grid. Torch-free.
 
-docs/scaling.md shows one with cells, docs/launcher.md one with a grid: a cell for each combination,
-the last setting changing first.
+A grid has a cell for each combination of values, the last setting changing first. docs/launcher.md
+shows files of both kinds.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ class Cell:
     overrides: tuple[str, ...] = ()
     facts: dict[str, float] = field(default_factory=dict)
     holdout: bool = False
-    starts_from: str = ""  # cell whose run it continues...
-    starts_at: int = 0  # ...from this step on
+    starts_from: str = ""  # the cell whose run this cell continues
+    starts_at: int = 0  # the step from which it continues that run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Sweep:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """A sweep file; ConfigError lists everything that is wrong with it."""
+    """Return the sweep in a file; ConfigError lists everything that is wrong with it."""
     if path.suffix not in YAML_SUFFIXES and not path.exists():
         beside = [path.with_name(f"{path.name}.yaml"), sweep_path(None, path.name)]
         existing = [path_beside for path_beside in beside if find_config(path_beside).is_file()]
@@ -87,7 +87,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def sweep_path(wanted: Path | None, name: str) -> Path:
-    """The path that the sweep of this name is written to, if no other is wanted."""
+    """Return the path to write a sweep to: `wanted`, or by default one from its name."""
     return wanted or Path("configs/sweeps") / f"{name}.yaml"
 
 
@@ -101,7 +101,7 @@ def write_sweep(path: Path, sweep: Sweep) -> None:
 
 
 def check_sweep_output(path: Path, name: str) -> None:
-    """Raise ConfigError unless a sweep of this name can be written there, or replaces a sweep."""
+    """Raise ConfigError unless a sweep can be written to `path`, which may have a planned one."""
     require_name("--name", name)
     check_output_file("--output", path, f"{name}.yaml")
     if path.exists() and not _is_planned_sweep(path):
@@ -125,7 +125,7 @@ def check_overrides(name: str, value: Any) -> None:
 
 
 def _expanded(tree: Tree, path: Path) -> Tree:
-    """The same sweep with the cells of its grid."""
+    """Return the sweep's tree with the cells of its grid instead of the grid."""
     grid, experiment = tree.pop("grid"), tree.pop("experiment", None)
     if not isinstance(experiment, str) or "cells" in tree:
         raise ConfigError(
@@ -156,7 +156,7 @@ def _expanded(tree: Tree, path: Path) -> Tree:
         texts = [item if isinstance(item, str) else json_text(item) for item in values]
         texts = dict(zip(grid, texts, strict=True))
         name = "-".join(f"{short[key]}_{_SAFE.sub('_', text)}" for key, text in texts.items())
-        if len(name) > LONGEST_NAME:  # its beginning, and a hash of all of it
+        if len(name) > LONGEST_NAME:  # cut it, and add a hash of the whole name
             digest = hashlib.sha256(name.encode()).hexdigest()[:8]
             name = f"{name[: LONGEST_NAME - 9]}-{digest}"
         overrides = [f"name={name}", *(f"{key}={text}" for key, text in texts.items())]

@@ -17,7 +17,7 @@ from foundation.errors import printable
 
 LEVELS = ("debug", "info", "warning", "error")
 LEVEL_VARIABLE = "PRETRAIN_LOG_LEVEL"  # the level that started processes inherit
-# The file descriptor of a launcher's stderr, where a rank shows what it logs, too.
+# The file descriptor of a launcher's stderr, to which a rank also writes what it logs.
 RELAY_VARIABLE, NO_RELAY = "PRETRAIN_LOG_RELAY", -1
 PACKAGES = ("foundation", "data_pipeline", "pretrain", "launcher")
 # What each line starts with, for those who read log files.
@@ -33,16 +33,17 @@ def add_log_level_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def set_up_logging(who: str, level: str | None = None) -> None:
-    """Log to stderr, as `who`, what our packages report at `level` or above; others' warnings too.
+    """Log to stderr, as `who`, what our packages report at `level` or above.
 
-    Started processes inherit the level. The default is `$PRETRAIN_LOG_LEVEL`, else info.
+    Other packages' warnings and errors are logged too. Started processes inherit the level. The
+    default is `$PRETRAIN_LOG_LEVEL`, else info.
     """
     if level:
         os.environ[LEVEL_VARIABLE] = level
     name = os.environ.get(LEVEL_VARIABLE, "info").lower()
     threshold = getattr(logging, name.upper() if name in LEVELS else "INFO")
     root = logging.getLogger()
-    # Not left to processes that this one starts: there the number is another file's.
+    # Processes that this one starts must not see it: there the number may be another file.
     relay = int(os.environ.pop(RELAY_VARIABLE, NO_RELAY))
     for handler in [own for own in root.handlers if isinstance(own, _StderrHandler)]:
         relay = max(relay, handler.relay)
@@ -58,10 +59,10 @@ def set_up_logging(who: str, level: str | None = None) -> None:
 
 
 def adopt_logger(name: str, ignored: str | None = None) -> None:
-    """Let a library's logger, which writes on its own, report warnings and errors through ours.
+    """Let a library that writes its own log report its warnings and errors through ours.
 
-    Messages that contain `ignored` are dropped. Call it after the library was imported: that is
-    when it adds its handlers.
+    Messages that contain `ignored` are dropped. Call it after the library has been imported, since
+    the import adds its handlers.
     """
     logger = logging.getLogger(name)
     logger.handlers.clear()
@@ -73,8 +74,8 @@ def adopt_logger(name: str, ignored: str | None = None) -> None:
 class _StderrHandler(logging.Handler):
     """Writes each record with one call, so that lines of several threads or ranks do not mix.
 
-    The same lines, but not the tracebacks and prints that are also written to stderr, go to the
-    file descriptor `relay`.
+    It also writes them to the file descriptor `relay`. That gets nothing else, while stderr also
+    gets tracebacks and prints.
     """
 
     def __init__(self, level: int, relay: int = NO_RELAY) -> None:
@@ -87,7 +88,7 @@ class _StderrHandler(logging.Handler):
             sys.stderr.write(line)
             sys.stderr.flush()
             if self.relay != NO_RELAY:
-                with contextlib.suppress(OSError):  # that terminal may be closed
+                with contextlib.suppress(OSError):  # the launcher's terminal may be closed
                     os.write(self.relay, line.encode())
         except Exception:  # a full disk or a closed terminal must not stop training
             self.handleError(record)

@@ -1,4 +1,4 @@
-"""Numbers, tables and measurements as text, the same everywhere. Torch-free."""
+"""Numbers, tables and measurements as text, for all commands and logs. Torch-free."""
 
 import math
 import os
@@ -24,7 +24,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def prefixed(value: float) -> tuple[float, str]:
-    """Return the number below 1000 and the prefix that make `value`; beyond Q the number grows."""
+    """Return `value` as a number below 1000 and a prefix; beyond Q the number may be larger."""
     index = 0
     while index < len(PREFIXES) - 1 and abs(float(f"{value:.3g}")) >= 1000 and math.isfinite(value):
         value, index = value / 1000, index + 1
@@ -32,13 +32,13 @@ def prefixed(value: float) -> tuple[float, str]:
 
 
 def si(value: float) -> str:
-    """Return a number with three digits and its prefix: 8.1 M, 96 G, ready for a unit."""
+    """Return a number with three digits and a prefix, to be followed by a unit: 8.1 M, 96 G."""
     number, prefix = prefixed(value)
     return f"{number:.3g} {prefix}"
 
 
 def flops_text(value: float) -> str:
-    """Return FLOPs for a table: `7.20e+11`; budgets differ by powers of ten."""
+    """Return FLOPs for a table, with an exponent: `7.20e+11`."""
     return f"{value:.2e}" if math.isfinite(value) else "-"
 
 
@@ -59,9 +59,9 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def fitted_table(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """Return `text_table`; on a terminal that is too narrow, several, one below the other.
+    """Return `text_table`; for a terminal that is too narrow, several tables, one below the other.
 
-    Each starts with the first column. A column that does not fit has a table of its own.
+    Each of them starts with the first column, and has at least one more.
     """
     if width is None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
@@ -79,9 +79,9 @@ def fitted_table(rows: Sequence[Sequence[str]], width: int | None = None) -> str
 
 
 def distinguished(names: Sequence[str]) -> list[str]:
-    """Return the names without the words that all begin with: `a-sweep-lr1` becomes `lr1`.
+    """Return the names without the words that all of them begin with: `a-sweep-lr1` -> `lr1`.
 
-    Words end at `-`, `_`, `/`, `+` or a space. Something is left of every name.
+    Words end at `-`, `_`, `/`, `+` or a space. No name becomes empty.
     """
     common = os.path.commonprefix([name[:-1] for name in names])  # noqa: RUF071  (no paths)
     common = common if len(names) > 1 else ""
@@ -94,7 +94,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def train_line(lines: Sequence[dict[str, Any]], total_steps: int, seconds_per_step: float) -> str:
-    """Return an interval's measurements: its train loss, everything else at its end."""
+    """Return an interval as a line of the log: its train loss, and what its last line has."""
     line, loss = lines[-1], lines[-1]["train_loss"]
     parts = [
         f"step {line['step']:>{len(str(total_steps))}}/{total_steps}",
@@ -142,5 +142,5 @@ def evaluation_line(
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), infinite where it is more than a measurement may be (1e50)."""
+    """Return exp(loss); inf from about 1e50 on, the most that a measurement may be."""
     return math.exp(loss) if loss < 115 else math.inf
