@@ -143,7 +143,7 @@ class RankProblem:
     @classmethod
     def of(cls, error: UserError | OSError) -> RankProblem:
         if isinstance(error, OSError) and error.errno is not None:
-            name = error.filename  # or a descriptor
+            name = error.filename  # a path or a descriptor
             path = os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
             return cls(OSError.__name__, error.strerror or "", error.errno, path)
         kinds = (base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)

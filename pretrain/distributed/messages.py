@@ -85,7 +85,7 @@ def max_over_ranks(own: Tensor, tag: int = LOOP_TAG) -> Tensor:
 def gather_rows(own: Tensor) -> Tensor:
     """Return the ranks' tensors, of equal shapes, as rows in rank order.
 
-    Before round k a rank has 2^k rows: its own and the next ranks' (Bruck et al. 1997).
+    Before round k a rank has 2^k rows: its own, then the following ranks' (Bruck et al. 1997).
     """
     world_size = dist.get_world_size()
     messages, known = _Messages(LOOP_TAG), own[None].contiguous()

@@ -1,7 +1,7 @@
 """The GPU of a rank, or what is wrong where its node has fewer than the job was given.
 
-A job says in PRETRAIN_GPUS how many GPUs each of its nodes has. Without that variable Slurm's own
-counts; 0 lets ranks train on CPUs beside GPUs.
+A job says in PRETRAIN_GPUS how many GPUs each of its nodes has. Without that variable, Slurm's own
+is read. With 0, ranks train on CPUs if CUDA finds no GPU.
 """
 
 import os
@@ -19,7 +19,7 @@ _VERSION = re.compile(r"\b\d{3,}\.\d+(?:\.\d+)?\b")
 
 
 def device_of_rank(environment: Mapping[str, str], local_rank: int) -> torch.device:
-    """Return the accelerator of this rank of its node; the CPU where there should be none.
+    """Return the accelerator of this rank of its node; the CPU if the node should have none.
 
     NodeError if CUDA does not work, or shows fewer GPUs than the job was given.
     """
@@ -60,7 +60,7 @@ def gpu_index(
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the current one; NodeError if it does not work."""
+    """Make `device` torch's current one; NodeError if it does not work."""
     if device.type != "cuda":
         return
     try:

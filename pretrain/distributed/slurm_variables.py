@@ -6,7 +6,7 @@ from foundation.errors import ConfigError
 
 # The file where rank 0 of an attempt writes the port at which the ranks meet (rendezvous.py).
 PORT_FILE_VARIABLE = "PRETRAIN_PORT_FILE"
-GPUS_VARIABLE = "PRETRAIN_GPUS"  # of each node of a job
+GPUS_VARIABLE = "PRETRAIN_GPUS"  # how many GPUs each node of the job has
 
 
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
@@ -39,7 +39,7 @@ def rank_numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
         rank, world_size = number_in(environment, "RANK"), number_in(environment, "WORLD_SIZE")
         local_rank = number_in(environment, "LOCAL_RANK", "0")
     else:
-        for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):  # the latter is of mpirun
+        for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):  # mpirun sets the second
             if number_in(environment, name, "1") > 1:
                 raise ConfigError(
                     f"found {name}={environment[name]} and no RANK; start ranks with 'launcher "

@@ -3,7 +3,7 @@
 PyTorch's threads meet at the end of every operation. By default GNU OpenMP's spin for about 3 ms
 before they sleep. On cores that others use too, a thread then spins while the one it waits for is
 not scheduled: operations of microseconds take milliseconds. Threads that only sleep wake up late,
-which costs small operations half their speed on idle cores. Spinning for about 10 us does neither
+which costs small operations half their speed on idle cores. Spinning for about 10 us avoids both
 (docs/performance.md has the measurements).
 """
 
@@ -19,7 +19,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 
 
 def wait_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let threads sleep soon, unless the user chose how they wait. Before torch is imported."""
+    """Let threads sleep soon, unless the user chose how they wait. Call before importing torch."""
     if not WAITING.keys() & environment.keys():
         environment.update(WAITING)
 
@@ -50,7 +50,7 @@ def set_threads(count: int) -> None:
 
     if count:
         torch.set_num_threads(count)
-    # numpy warns of what follows when it looks at its limits, so let it look before.
+    # numpy would warn of flushed denormals when it computes these limits, so let it compute now.
     np.finfo(np.float32)
     np.finfo(np.float64)
     # Denormals, such as alibi's weights of far keys (below 1e-38), are 100 times slower on a CPU

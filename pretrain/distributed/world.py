@@ -21,7 +21,7 @@ from pretrain.distributed.rendezvous import (
 )
 from pretrain.distributed.slurm_variables import number_in, rank_numbers
 
-# What rank variables were before `init_world` set them for DeepSpeed.
+# The values of rank variables before `init_world` set them for DeepSpeed.
 _FORMER_VARIABLES: dict[str, str | None] = {}
 
 
@@ -63,7 +63,7 @@ def init_world(watchdog_timeout_seconds: float = 0.0) -> World:
             f"WORLD_SIZE={world.world_size} needs MASTER_ADDR and MASTER_PORT; "
             "start ranks with 'launcher local'"
         )
-    # DeepSpeed reads these even for one process, the last one as the index of its device.
+    # DeepSpeed reads these even for one process, and takes LOCAL_RANK for the device's index.
     index = world.local_rank if world.device.index is None else world.device.index
     own = {"RANK": world.rank, "WORLD_SIZE": world.world_size, "LOCAL_RANK": index}
     for name, value in own.items():

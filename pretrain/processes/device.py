@@ -1,9 +1,9 @@
 """How a rank uses its device: variables, repeatable results, and the precision of the run.
 
-The precision is chosen once, when a run starts, and from then on one of its settings. On a GPU
-several operations do not repeat their bits by themselves. What remains outside of it: another
-device, library or number of ranks rounds differently, and NCCL may choose another algorithm on
-other nodes. `docs/reliability.md` lists all of it.
+The precision is chosen once, when a run starts, and is one of its settings from then on. On a GPU
+several operations repeat their bits only if torch is told so. Even then another device, library or
+number of ranks rounds differently, and NCCL may choose another algorithm on other nodes.
+`docs/reliability.md` lists all of this.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 TRITON_CACHE = "TRITON_CACHE_DIR"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"  # its name in newer versions of torch
+NEW_ALLOCATOR = "PYTORCH_ALLOC_CONF"  # the name of ALLOCATOR in newer versions of torch
 # Eight buffers of 4 MiB per stream: with them a matrix product takes the same path every time.
 CUBLAS_WORKSPACE = ":4096:8"
 
 
 def set_device_variables(environment: MutableMapping[str, str], local: Path) -> None:
-    """Set them before CUDA is used; `local` is a directory on the node's own disk.
+    """Set torch's and triton's variables, before CUDA is used; `local` is on the node's own disk.
 
-    Segments that grow keep memory whole while the sizes of tensors change. More than a MiB of
-    pinned host memory is not rounded up to a power of two, if torch can reuse such blocks. On
-    Slurm, triton's compiled kernels stay on the node: hundreds of ranks that write into one home
-    directory on a network disk wait for each other.
+    The allocator's expandable segments do not fragment while the sizes of tensors change. Blocks of
+    pinned host memory above a MiB are not rounded up to a power of two, if torch can reuse such
+    blocks. On Slurm, triton's compiled kernels stay on the node: hundreds of ranks that write into
+    one home directory on a network disk wait for each other.
     """
     if ALLOCATOR not in environment and NEW_ALLOCATOR not in environment:
         environment[ALLOCATOR] = "expandable_segments:True"
@@ -52,7 +52,7 @@ def set_device_variables(environment: MutableMapping[str, str], local: Path) -> 
             environment[ALLOCATOR] += ",pinned_max_round_threshold_mb:1"
     if is_slurm_task(environment) and TRITON_CACHE not in environment:
         cache = local / f"triton-{os.getuid()}"
-        with contextlib.suppress(OSError, DataError):  # its files are executed
+        with contextlib.suppress(OSError, DataError):  # private, because its files are executed
             environment[TRITON_CACHE] = str(private_directory(cache))
 
 
@@ -69,14 +69,14 @@ def set_determinism(config: RunConfig, device: torch.device) -> None:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Else every new tensor would be filled first, a pass over memory for nothing.
+    # By default every new tensor would then be filled first, a useless pass over memory.
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_tiles(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigError if the fused kernels have a table of tiles that does not fit the GPU.
+    """Raise ConfigError if the table of tiles for the fused kernels does not fit the GPU.
 
-    Tiles decide how sums are rounded, so a run does not start with others than those meant for it.
+    Tiles decide how sums are rounded, so a run uses the tiles of its table or does not start.
     """
     if device.type != "cuda" or unsupported_reason(device):
         return

@@ -1,8 +1,9 @@
 """What a rank's collectives did last, which it writes before its watchdog ends it.
 
-torch's flight recorder keeps the last 2,000 of gloo and of NCCL unless TORCH_FR_BUFFER_SIZE is 0,
-and writes them itself where NCCL fails or times out. The watchdog ends a rank earlier than that.
-Exchanges in rounds are not among them: a line in the log names the rank that one waits for.
+torch's flight recorder keeps the last 2,000 of gloo and of NCCL unless TORCH_FR_BUFFER_SIZE is 0.
+torch writes them itself only when NCCL fails or times out; the watchdog ends a rank earlier. It
+does not record exchanges in rounds (`messages.py`): for these, a line in the log names the rank
+that this rank waits for.
 """
 
 import logging
@@ -20,7 +21,7 @@ from pretrain.rundir.attempt_files import trace_prefix
 logger = logging.getLogger(__name__)
 
 
-# Where torch writes by itself; the second name is for older versions.
+# Variables that say where torch itself writes; the second is for older versions.
 OWN_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ENTRY = b"record_id"  # a field of every collective in a dump
 
@@ -34,8 +35,8 @@ def set_trace_files(environment: MutableMapping[str, str], logs: Path) -> None:
 def write_last_collectives(logs: Path, rank: int, environment: Mapping[str, str]) -> list[Path]:
     """Write a file for each backend that was used; returns their paths.
 
-    First without stacks of the code that started the collectives: for the first of these, torch
-    reads the symbols of its libraries, which took 6 s on a machine that had not read them yet.
+    First without stacks of the code that started the collectives: for the first stack, torch reads
+    the symbols of its libraries, which took 6 s on a machine that had not read them yet.
     """
     for wait in describe_waits():
         logger.warning(wait)
@@ -63,7 +64,7 @@ def dumps(has_stacks: bool) -> Iterator[tuple[str, bytes]]:
 
 
 def _recorders() -> dict[str, list[Callable[..., bytes]]]:
-    """Return what may know the collectives of each backend, by version of torch."""
+    """Return the functions that may dump a backend's collectives; torch's version decides."""
     of_nccl, of_hooks = (getattr(c10d, f"_dump_{name}_trace", None) for name in ("nccl", "fr"))
 
     def recorded_by(name: str, **options: bool) -> bytes:

@@ -21,8 +21,8 @@ from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.watchdog import START_SECONDS, under_watchdog
 from pretrain.terminal.log import LINE_START, RELAY_VARIABLE
 
-# How long the others may run after one rank failed: enough to report errors, too short to wait in a
-# collective for it.
+# How long the other ranks may run after one failed: enough to report errors, too short to wait for
+# the failed one in a collective.
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -45,7 +45,7 @@ class RankGroup:
     death of that thread is the death of the parent.
     """
 
-    was_stopped = False  # nobody else has a way to stop all ranks
+    was_stopped = False  # only this process can stop all ranks
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RankGroup:
         try:
             for rank in range(num_ranks):
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                # A file may have the number of a stderr that is closed.
+                # If stderr is closed, another file may have its number.
                 echo = echo_rank_zero and rank == 0 and sys.stderr is not None
                 self._processes.append(self._start(command, rank, own, echo))
         except BaseException:
@@ -136,7 +136,7 @@ class RankGroup:
         """Kill every rank and everything it started, and wait until they are gone."""
         for process in self._processes:
             if process.returncode is None:
-                # Not reaped yet, so the group is surely still its own.
+                # The process is not reaped yet, so the group's id is surely still its own.
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
@@ -145,7 +145,7 @@ class RankGroup:
         self, command: Sequence[str], rank: int, environment: dict[str, str], echo: bool
     ) -> subprocess.Popen[bytes]:
         parent = os.getpid()
-        # Open beside the rank's log, which is its stderr, for as long as the rank lives.
+        # The rank's stderr is its log; a copy of ours stays open in the rank while it lives.
         with open(self.logs[rank], "ab", opener=own_file) as log, open(os.dup(2), "wb") as ours:
             return subprocess.Popen(
                 command,
@@ -160,9 +160,9 @@ class RankGroup:
 
 
 def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this signal, once the parent is gone, to a process just forked."""
+    """In a process just forked, let the kernel send it this signal when its parent dies."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died between the fork and the line above
+    if os.getppid() != parent:  # the parent died between the fork and the line above
         os._exit(1)
 
 
@@ -171,7 +171,7 @@ def _reap(process: subprocess.Popen[bytes]) -> int | None:
     if process.returncode is None:
         if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
-        # Before the status is collected: afterwards the id may be another's.
+        # Before the status is collected: afterwards the id may be another process's.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return process.returncode
@@ -186,7 +186,7 @@ def rank_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]  # that nothing listens on now
+        port = probe.getsockname()[1]  # nothing listens on this port now
     gpus = {} if "CUDA_VISIBLE_DEVICES" in environment else {GPUS_VARIABLE: str(gpus_here())}
     return {
         "OMP_NUM_THREADS": str(threads),

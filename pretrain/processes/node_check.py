@@ -55,7 +55,7 @@ LOOK_SECONDS = 120.0
 # A network file system shows a new name up to a minute late, and to some hosts before others.
 MEETING_SECONDS = 75.0
 MEETING = datetime.timedelta(seconds=MEETING_SECONDS)
-GROUP_TIMEOUT = datetime.timedelta(seconds=15)  # to connect, and to reduce
+GROUP_TIMEOUT = datetime.timedelta(seconds=15)  # for a group to connect, and for each exchange
 LINK_SECONDS = MEETING_SECONDS + 3 * GROUP_TIMEOUT.total_seconds()
 MOST_WARNINGS = 2
 LOST_SECONDS = 600.0  # without a message from the launcher
@@ -65,14 +65,14 @@ _POLL_SECONDS = 0.05
 def main() -> int:
     """`python -m pretrain.processes.node_check OUT`; 0 unless the launcher is lost."""
     out = Path(sys.argv[1])
-    # A process that has touched a GPU cannot fork.
+    # Let torch count GPUs without CUDA: after CUDA has started, a forked child cannot use a GPU.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if is_slurm_task(os.environ):
         os.environ.update(rank_variables(os.environ))
     rank, _, _ = rank_numbers(os.environ)
     try:
         world = world_from_environment(os.environ)
-    except UserError as error:  # another node would do
+    except UserError as error:  # the node is unusable, which is a result
         write_json(out / measurement_file(rank), asdict(unmeasured(rank, str(error))))
         return 0
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
@@ -132,9 +132,9 @@ def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None
             os.environ.setdefault("NCCL_DEBUG", "WARN")
             os.environ["NCCL_DEBUG_FILE"] = str(log)
             write_json(result, asdict(measure_link(world, group, port_file, log)))
-            if world.rank == group[0]:  # it keeps the store, without which others would hang
+            if world.rank == group[0]:  # it serves the store, without which others would hang
                 _await_names(out, {link_file(number, rank) for rank in group})
-            # To close a group that failed could wait for the other ranks.
+            # Exit at once: closing a group that failed could wait for the other ranks.
             os._exit(0)
 
         if not in_child(measure, LINK_SECONDS):

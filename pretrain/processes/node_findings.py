@@ -12,8 +12,8 @@ END = "end"
 class RankMeasurement:
     """What a rank measured alone.
 
-    Rates per second. The disk's is None except on a node's first rank. `missing` is what the
-    fused kernels need on a GPU and did not find; `problem`, why the rank cannot train at all.
+    Rates are per second; only a node's first rank measures the disk. `missing` is what the fused
+    kernels need on a GPU and did not find. `problem` says why the rank cannot train at all.
     """
 
     rank: int

@@ -43,7 +43,7 @@ def own_environment(device: torch.device, run: RunConfig) -> dict[str, str]:
 def joint_environment(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the environment of a start, with all values where its ranks differ.
 
-    A single host sums in the same order as any other with its GPUs, so it has no name.
+    A single host sums in the same order as any other with its GPUs, so its name is left out.
     """
     environment = {name: ", ".join(sorted({rank[name] for rank in ranks})) for name in ranks[0]}
     if environment[HOSTS_NAME] == ranks[0][HOSTS_NAME]:

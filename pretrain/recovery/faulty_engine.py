@@ -27,8 +27,8 @@ class FaultyEngine(EngineWrapper):
     def __init__(self, engine: Engine, fault: Fault) -> None:
         super().__init__(engine)
         self._fault = fault
-        self._steps = 0  # that were made
-        self._batches = 0  # of the evaluation after the step of the fault
+        self._steps = 0  # steps begun, the present one included
+        self._batches = 0  # begun in the evaluation after the step of the fault
 
     def forward_backward(
         self, slot: SegmentBatch, memory: Memory | None, step: int

@@ -1,7 +1,7 @@
-"""Where memory runs out (OOM), the ledger records it, and later starts have a smaller micro-batch.
+"""After memory ran out (OOM), the ledger has a record, and later starts use smaller micro-batches.
 
-That is half the lanes per forward pass and twice the accumulation slots, which are the same lanes
-and, up to rounding, the same losses.
+They have half the lanes per forward pass and twice the accumulation slots. So a step has the same
+lanes and, up to rounding, the same losses.
 """
 
 import logging
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def record_out_of_memory(run: RunConfig, run_dir: RunDir, world: World, error: Exception) -> bool:
-    """Write to the ledger, on this rank, what later starts must stay below.
+    """Write the micro-batch that later starts must stay below to the ledger, on this rank.
 
-    Returns False if the error is another than that memory ran out.
+    Returns False, with nothing written, if `error` is not a lack of memory.
     """
     if not is_out_of_memory(error):
         return False
@@ -50,7 +50,7 @@ def with_fitting_micro_batch(
 ) -> RunConfig:
     """Return the run with a smaller micro-batch than any that ran out of memory with its settings.
 
-    ConfigError if a single lane did.
+    ConfigError if a single lane ran out of memory.
     """
     settings = memory_settings(run, world_size)
     failed = [lanes for lanes, others in shortages if others == settings]

@@ -42,11 +42,11 @@ SKIP_MARGIN_SEGMENTS = 10
 # The smallest deviation to assume, as a fraction of the median: where losses hardly vary, a small
 # rise is no spike.
 LEAST_DEVIATION = 0.01
-# Losses that each new one is compared with. Short, so that the loss falls little within it. A run
-# cannot rewind before it has these of the same data, or in the warm-up of the learning rate.
+# How many previous losses each new one is compared with: few, so that the loss falls little in
+# them. A run cannot rewind before it has this many of the same data, or in the warm-up.
 WINDOW = 50
 SPIKE_STEPS = 20  # anomalous steps in a row that make a spike; a shorter jump does not
-DEVIATIONS_PER_MAD = 1.4826  # standard deviations per median absolute deviation, normally
+DEVIATIONS_PER_MAD = 1.4826  # a normal distribution's standard per median absolute deviation
 # A spike starts above the threshold and lasts while losses are above this part of it: losses vary
 # more in a spike than before it, so a single one near the threshold is not its end.
 STILL_ABOVE = 0.25
@@ -56,8 +56,9 @@ MOST_SKIPPED = 0.5  # of the last WINDOW updates; a run that skips more does not
 def untrained_loss(model: ModelConfig) -> float:
     """Return the loss with all logits 0, as they nearly are in an untrained model.
 
-    It is the logarithm of the vocabulary; with an adaptive softmax, of the first bin, plus another
-    bin's for its tokens, which follow Zipf's law. Z-loss is in no loss.
+    It is the logarithm of the vocabulary's size. With an adaptive softmax it is the logarithm of
+    the first bin's size, plus each other bin's, weighted by the bin's share of tokens by Zipf's
+    law. Z-loss is not included.
     """
     if not model.vocab_size:
         return math.inf
@@ -69,8 +70,8 @@ def untrained_loss(model: ModelConfig) -> float:
 class SpikeDetector:
     """Takes every step in order, and compares its loss with previous ones that were not anomalous.
 
-    A loss above an untrained model's is anomalous, too, where usual ones are below it. Losses
-    are compared with the same data only: the history starts again at each phase. No loss is
+    A loss above an untrained model's is anomalous, too, if usual ones are below it. A loss is only
+    compared with losses of the same data: the history starts again at each phase. No loss is
     anomalous in the warm-up of the learning rate, and before WINDOW losses are known.
     """
 
@@ -85,7 +86,7 @@ class SpikeDetector:
 
     @property
     def suspected(self) -> Spike | None:
-        """The latest steps, which are a spike if it lasts; None if losses are as usual."""
+        """The latest steps if they are anomalous, and so a spike if more follow; else None."""
         if not self._suspicion:
             return None
         return Spike(
@@ -106,7 +107,7 @@ class SpikeDetector:
         """Return the spike that lines of metrics.jsonl complete."""
         spike = None
         for line in lines:
-            # An fp16 overflow shows only a too large loss scale, nothing about data or weights.
+            # An fp16 overflow only means that the loss scale is too large for this step.
             if line["kind"] == "train" and not line.get("overflowed"):
                 self._skipped.append((line["step"], line["skipped"]))
                 loss = None if line["skipped"] else line["loss"]
@@ -163,7 +164,7 @@ class SpikeFound(Exception):
 class SpikeMonitor:
     """Watches losses and skipped updates of a run.
 
-    Its history is metrics.jsonl, so a resumed run decides alike.
+    Its history is metrics.jsonl, so a resumed run decides as if it had not been interrupted.
     """
 
     def __init__(self, run: RunConfig, run_dir: RunDir, world: World, state: TrainState) -> None:
@@ -177,7 +178,7 @@ class SpikeMonitor:
 
     @property
     def suspected_since(self) -> int | None:
-        """The first step of what may be a spike, on rank 0: a save keeps an earlier checkpoint."""
+        """The first step of what may be a spike, on rank 0. Saves keep a checkpoint before it."""
         suspected = self._detector.suspected
         return suspected.first_step if suspected else None
 
@@ -194,8 +195,8 @@ class SpikeMonitor:
             raise SpikeFound(spike)
         self.give_up(
             spike,
-            f"their gradients were not finite{self._or_larger}; found more than "
-            f"{MOST_SKIPPED:.0%} of the updates, so the run does not learn; "
+            f"their gradients were not finite{self._or_larger}; "
+            f"a run that skips more than {MOST_SKIPPED:.0%} does not learn; "
             f"{lower_rate(self._run, self._run_dir.path)} or clean the data",
         )
 
@@ -217,7 +218,7 @@ class SpikeMonitor:
                 logger.warning("recovery: %s", event.description)
 
     def check_saved(self, step: int, error: NonFiniteError) -> NoReturn:
-        """Raise on all ranks what follows a save with values that are not finite."""
+        """Raise SpikeFound or TrainingError on all ranks, as a save found NaN or inf."""
         # Once a weight is NaN, so is the loss of all steps after.
         skipped = self._detector.skipped_last
         first = broadcast_value(skipped.first_step if skipped else step, int)
@@ -258,7 +259,7 @@ def rewind(
         if not world.is_main:
             return
         ledger = run_dir.ledger.read()
-        rewinds = find_events(ledger, Rewind)  # not windows: some may be joined
+        rewinds = find_events(ledger, Rewind)  # more than windows, if some are joined
         most = run.recovery.max_rewinds
         if before is None or len(rewinds) >= most:
             run_dir.ledger.append(GaveUp(spike=spike))

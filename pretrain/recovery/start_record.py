@@ -35,7 +35,8 @@ def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
     sets = hashes_of_sets(splits_of_sets(config))
     before: dict[str, str] = {}
     for event in find_events(run_dir.ledger.read(), TrainingBegan, Branched):
-        before |= {"": event.tokenizer, "/": event.validation, **event.sets}  # no names of sets
+        # No set can have the name "" or "/".
+        before |= {"": event.tokenizer, "/": event.validation, **event.sets}
     validated = f"the validation split of {path_text(config.data.path)}"
     for key, split, own in (
         ("", f"tokenizer {directory / TOKENIZER_DIRECTORY}", tokenizer),
@@ -44,7 +45,7 @@ def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
     ):
         if before.get(key, "") not in ("", own):
             raise DataError(
-                f"{split} has the hash {own[:16] or 'of none'}, the run in {run_dir.path} had "
+                f"{split} has the hash {own[:16] or '(none)'}, the run in {run_dir.path} had "
                 f"{before[key][:16]}; restore it, or choose another run directory"
             )
     parts = [part for phase in runs_of_phases(config) for part in phase.data.mixture]
@@ -66,7 +67,8 @@ def record_start(
     before: Mapping[str, str] | None = None,
     is_local: bool = False,
 ) -> None:
-    """Write to the ledger where training starts and its environment; log what it was `before`."""
+    """Write to the ledger where training starts, and the environment; log what changed since
+    `before`, the last start's environment."""
     ranks = gather_values(own_environment(world.device, run), dict[str, str])
     with raise_on_all_ranks():
         if not world.is_main:
@@ -75,7 +77,7 @@ def record_start(
         environment = joint_environment(ranks)
         if step and before is None:
             logger.warning(
-                "%s has no earlier start; what it said, such as rewinds, is lost", ledger.path
+                "%s has no earlier start; earlier events, such as rewinds, are lost", ledger.path
             )
         changes = environment_changes((before or {}) if step else {}, environment)
         if changes:

@@ -1,5 +1,5 @@
-"""What ranks decide together at a step's end, or between two batches of an evaluation: to stop, or
-what users ask for."""
+"""What ranks decide together at a step's end, or between two batches of an evaluation: whether to
+stop, and what users ask for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pretrain.rundir.events import ASK, Requested
 from pretrain.rundir.history import find_events
 from pretrain.rundir.ledger import Ledger
 
-# NCCL may catch SIGUSR1, and Slurm's notice before a time limit can be any of these: so all three
-# mean the same. So does SIGHUP, of a terminal that is closed, unless nohup has it ignored.
+# Slurm's notice before a time limit can be any of the first three: SIGUSR1 is missing because NCCL
+# may catch it. SIGHUP comes from a closed terminal, and stays ignored if nohup ignores it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -29,11 +29,11 @@ class Agreement:
     """The flags of a rank in a step; once agreed, a flag is set if it is on any rank."""
 
     stop: bool = False  # a signal asks for it
-    save_failed: bool = False  # the rank's part of the save in progress
+    save_failed: bool = False  # the rank's part of the save in progress failed
     save_again: bool = False  # storage failed, and it is time for another try
-    upload: bool = False  # the last save, to the mirror, as rank 0 decided
-    save: bool = False  # a user asks rank 0 for it, as for the next
-    evaluate: bool = False
+    upload: bool = False  # rank 0 decided to upload the last save to the mirror
+    save: bool = False  # a user asks rank 0 for a save
+    evaluate: bool = False  # a user asks rank 0 for an evaluation
 
     def agreed(self) -> Agreement:
         """Return what all ranks agree on. A collective."""
@@ -46,7 +46,7 @@ class UserRequests:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self._num_taken = len(find_events(ledger.read(), Requested))
-        self._signals: list[int] = []  # since then
+        self._signals: list[int] = []  # since the last `take`
         self.previous = signal.signal(ASK, lambda number, _: self._signals.append(number))
 
     def take(self) -> set[str]:
@@ -56,7 +56,7 @@ class UserRequests:
         self._signals.clear()
         requests = [event.request for event in find_events(self.ledger.read(), Requested)]
         new, self._num_taken = requests[self._num_taken :], len(requests)
-        return set(new) or {"save"}  # a signal that was sent by hand
+        return set(new) or {"save"}  # a signal without an event was sent by hand
 
 
 class StopRequested(Exception):
@@ -82,10 +82,10 @@ class StopRequest:
         return any_rank(self.count > 0)
 
     def ask(self, own: Callable[[], Agreement] = Agreement) -> Callable[[], Agreement]:
-        """Start to agree on flags with this rank's `own`; the result waits for the answer.
+        """Start to agree on flags; `own` returns this rank's. Return a function that waits for it.
 
-        Several ranks exchange the present flags while they compute. A single rank is asked when the
-        answer is wanted.
+        Several ranks exchange their present flags while they compute. A single rank's flags are
+        read when the function is called.
         """
 
         def flags() -> Agreement:
