@@ -23,7 +23,7 @@ COMMANDS = {
     ),
     "gpu": (
         "benchmarks.gpu.command",
-        "what an NVIDIA GPU has not shown yet: speed, profile, attention, quality, tiles",
+        "speed, profile, attention, quality and tiles on an NVIDIA GPU",
     ),
     "gpu-bundle": ("benchmarks.gpu.bundle", "what a GPU machine without a network lacks"),
     "recovery": (

@@ -1,9 +1,9 @@
 """`python -m benchmarks kernels`: what the fused kernels take on each GPU, from compiled code.
 
-It needs no GPU. Limits that are missed are listed and make the status 1. The window of
-`same_length` is an argument of every kernel, and rope turns queries and keys before attention, so
-neither has kernels of its own: rope is `no_position`, alibi and t5 are that with `distance_bias`.
-Sinks concern the forward kernel alone.
+It needs no GPU. Limits that are missed are listed and make the status 1. `same_length` needs no
+kernels of its own, because its window is an argument of every kernel. Rope, which turns queries and
+keys before attention, uses `no_position`; alibi and t5 use that with `distance_bias`. Only the
+forward kernel has sinks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.measure import markdown_table
 from tests.helpers.compiled_kernels import DROPOUT
 from tests.helpers.kernel_work import DEVICES, Resources, missed_limits
 
-HEAD_WIDTHS = (41, 64, 80, 96, 128)  # 41: the paper's model of WikiText-103, rows not aligned
+HEAD_WIDTHS = (41, 64, 80, 96, 128)  # 41, the paper's for WikiText-103, has unaligned rows
 _SCORES = ("", "documents", "dropout", "documents,dropout", "grouped", "no_position")
 OPTIONS_OF = {
     "forward": (*_SCORES, "distance_bias,no_position", "sinks"),
@@ -68,9 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
     selected = [name for name in all_kernels() if arguments.only in name]
     parts = [selected[number :: arguments.jobs] for number in range(arguments.jobs)]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        found = {name: found for part in pool.map(compiled, parts) for name, found in part.items()}
-    print(table({name: found[name] for name in selected}))
-    missed = [f"{name}: {limit}" for name in selected for limit in missed_limits(name, found[name])]
+        kernels = {name: one for part in pool.map(compiled, parts) for name, one in part.items()}
+    print(table({name: kernels[name] for name in selected}))
+    missed = [
+        f"{name}: {limit}" for name in selected for limit in missed_limits(name, kernels[name])
+    ]
     print(f"{len(selected)} kernels, {len(missed)} limits missed", *missed, sep="\n")
     return 1 if missed else 0
 
@@ -87,7 +89,7 @@ def all_kernels() -> list[str]:
 
 
 def compiled(names: list[str]) -> dict[str, Resources]:
-    """Return what each kernel takes; compiled in a process without triton's interpreter."""
+    """Compile the kernels in a process without triton's interpreter; return what each takes."""
     kernels = {}
     command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", *names]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

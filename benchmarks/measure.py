@@ -17,7 +17,7 @@ from pathlib import Path
 
 from foundation.errors import UserError
 
-TOLERANCE = 0.15  # by which a goal may be missed: machines differ, and so does their load
+TOLERANCE = 0.15  # fraction by which a goal may be missed: machines and their load differ
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def in_turns(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
     """Return what each case measured in each round.
 
     One more round comes first and does not count: it fills caches and memories. The order of the
-    cases alternates, so that none always runs with the caches that the same other case left.
+    cases alternates, so that no case always runs after the same other one.
     """
     measured: dict[str, list[float]] = {name: [] for name in cases}
     names = list(cases)
@@ -127,8 +127,8 @@ class Comparison:
     baseline: Callable[[], float]
     candidate: Callable[[], float]
     rounds: int
-    floor_seconds: float = 0.0  # that the candidate's matrix products need; 0: not known
-    candidate_work: float = 1.0  # how many times the baseline's work one call of the candidate does
+    floor_seconds: float = 0.0  # least time of the candidate's matrix products; 0: not known
+    candidate_work: float = 1.0  # work of one call of the candidate, relative to the baseline's
 
     def measure(self, _: Path | None = None) -> list[Measurement]:
         """Return one measurement: how many times as fast the candidate was in each round."""
@@ -205,7 +205,7 @@ def _processor() -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows, heads first, as a Markdown table that is also aligned as plain text."""
+    """Return rows, heads first, as a Markdown table that is also aligned as plain text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"

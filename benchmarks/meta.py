@@ -17,7 +17,7 @@ from pretrain.model.transformer_xl import TransformerXL
 
 
 class FusedNorm(torch.autograd.Function):
-    """What a GPU keeps of rms_norm: its input and a number per row; elsewhere torch keeps more."""
+    """An rms_norm that keeps what a GPU's does: its input and a number per row, and no more."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, gain: Tensor | None) -> Tensor:  # type: ignore[override]
@@ -33,7 +33,7 @@ class FusedNorm(torch.autograd.Function):
 
 @contextmanager
 def meta_as_gpu() -> Iterator[Counter[str]]:
-    """Within it tensors on `meta` take the paths of a GPU; our kernels only count launches."""
+    """In the block, tensors on `meta` take the code of a GPU; our kernels only count launches."""
     from torch.fx.experimental import _config as shapes
     from torch.nn.attention import bias
 
@@ -63,7 +63,7 @@ def meta_as_gpu() -> Iterator[Counter[str]]:
             (bias, "causal_lower_right", lambda *_: None),
             (torch.nn.functional, "rms_norm", rms_norm),
             (dropout, "missing_for_compiling", lambda: None),
-            # Of an adaptive softmax: as if every bin had every token.
+            # Each bin of an adaptive softmax then gets every token.
             (shapes, "meta_nonzero_assume_all_nonzero", True),
         ):
             stack.enter_context(patch.object(module, name, replacement))

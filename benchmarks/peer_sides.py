@@ -1,8 +1,8 @@
 """The sides of `python -m benchmarks peers`, each in a process of its own: their code and ours.
 
 Their code is imported from a checkout and is not changed on disk. What today's torch needs is
-patched in the process that imports it, and each patch is reported. All sides know a model by the
-original's settings and by the original's names of its weights.
+patched in the process that imports it, and each patch is reported. For all sides, models and
+weights have the original's names.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class TheirSide:
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 if weights is None:
-                    # Rounded to float32, in which the weights are imported.
+                    # Drawn in float32, as weights are passed to the other sides.
                     values = case.init_std * torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(values + name.endswith("layer_norm.weight"))
                 else:
@@ -222,7 +222,7 @@ def original_side(checkout: Path | None) -> tuple[Side, list[str]]:
     folders = [checkout / "pytorch", checkout / "pytorch" / "utils"]
     sys.path[:0] = [str(folder) for folder in folders]
     patches = ["sys.path gets the absolute paths of pytorch and pytorch/utils"]
-    # Masks of uint8 are no longer allowed. Its masks are all that it calls byte() for.
+    # Torch no longer allows masks of uint8. The original calls byte() only for masks.
     torch.Tensor.byte = torch.Tensor.bool  # type: ignore[method-assign]
     patches.append("Tensor.byte returns bool, for attention masks")
     if torch.version.cuda is None:

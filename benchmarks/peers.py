@@ -33,15 +33,15 @@ from foundation.errors import UserError
 
 ORIGINAL, NVIDIA, OURS = "original", "NVIDIA", "ours"
 NVIDIA_FOLDER = Path("PyTorch/LanguageModeling/Transformer-XL")
-# Of their files, those that tell the two checkouts apart.
+# Files that only one of the two checkouts has, and so identify it.
 ORIGINAL_FILES = ("pytorch/mem_transformer.py", "pytorch/run_lm1b_base.sh", "tf")
 NVIDIA_FILES = ("pytorch/mem_transformer.py", "pytorch/lamb.py")
 
 TEXT_BYTES = 1_000_000
 ROUNDS = 3
 LOSS_STEPS = 60
-LOSS_GOAL = 1e-8  # in float64; the original rounds masked scores to float32 there
-EVALUATION_GOAL = 1e-4  # in float32: all sides compute the same
+LOSS_GOAL = 1e-8  # largest difference in float64; the original rounds masked scores to float32
+EVALUATION_GOAL = 1e-4  # largest difference in float32
 SPEED_MODEL = {
     "n_token": 8192,
     "n_layer": 12,
@@ -69,8 +69,8 @@ LOSS_MODEL = {
     "d_embed": 32,
     "mem_len": 24,
 }
-# Every batch has bytes of all three bins. Today's torch leaves the gradients of an absent bin
-# undefined in the original's code, so that Adam skips its weights; ours are zero.
+# Every batch has bytes of all three bins. Without them the sides would differ: for a bin without
+# tokens the original has no gradients in today's torch, so Adam skips its weights; ours are zero.
 BINS = {"cutoffs": [50, 105], "tie_projs": [False] * 3}
 LOSS_VARIANTS: dict[str, dict[str, Any]] = {
     "memory longer than the segment": {},
@@ -134,15 +134,15 @@ def checkouts_of(original: Path | None, nvidia: Path | None) -> dict[str, Path |
             )
         sides[ORIGINAL] = original.resolve()
     if nvidia is not None:
-        # The folder of the model alone is as good.
+        # The path may also be the model's own folder.
         folders = [nvidia / NVIDIA_FOLDER, nvidia]
-        found = next((each for each in folders if _has_all(each, NVIDIA_FILES)), None)
-        if found is None:
+        folder = next((path for path in folders if _has_all(path, NVIDIA_FILES)), None)
+        if folder is None:
             raise UserError(
                 f"--nvidia {nvidia} is not a checkout of NVIDIA/DeepLearningExamples; "
                 f"expected {', '.join(NVIDIA_FILES)} in {NVIDIA_FOLDER}"
             )
-        sides[NVIDIA] = found.resolve()
+        sides[NVIDIA] = folder.resolve()
     return {**sides, OURS: None}
 
 
@@ -154,7 +154,7 @@ class SideProcess:
     """One side in its own process, which answers one request at a time."""
 
     def __init__(self, name: str, checkout: Path | None, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")  # nothing imported here reaches a side
+        context = multiprocessing.get_context("spawn")  # a side inherits no imports
         self._name = name
         self._connection, theirs = context.Pipe()
         arguments = (theirs, name, checkout, threads)
@@ -170,7 +170,7 @@ class SideProcess:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Return what the side's method returns."""
-        with suppress(BrokenPipeError):  # the answer tells how its process ended
+        with suppress(BrokenPipeError):  # `_answer` reports how its process ended
             self._connection.send((method, arguments))
         return self._answer()
 
@@ -193,15 +193,15 @@ def benchmarks(sides: Mapping[str, SideProcess], small: bool = False) -> list[Be
         Case(f"segment = memory = {length}", {**model, "mem_len": length}, length, 8, dropout=0.1)
         for length in SPEED_SEGMENTS
     ]
-    found: list[Benchmark] = [
+    sections: list[Benchmark] = [
         Section(f"speed, {case.name}", partial(_speeds, sides, case, text)) for case in cases
     ]
     if ORIGINAL in sides:
-        found += [
+        sections += [
             Section(f"losses, {name}", partial(_losses, sides, name, text))
             for name in LOSS_VARIANTS
         ]
-    return found
+    return sections
 
 
 def _speeds(
@@ -224,7 +224,7 @@ def _speeds(
 def _losses(
     sides: Mapping[str, SideProcess], name: str, text: bytes, _: Path
 ) -> Iterator[Measurement]:
-    """Yield the difference in float64; that in float32 shows what rounding alone makes of it."""
+    """Yield the largest difference in float64; the detail has float32's, to show rounding."""
     pair = {each: sides[each] for each in (ORIGINAL, OURS)}
     # Weights are large enough for attention to be far from uniform.
     case = Case(

@@ -1,9 +1,8 @@
 """`python -m benchmarks recovery`: false alarms and detected spikes of `pretrain/recovery/`.
 
-Small runs train on the standard library's sources. Half of the measurement is on healthy runs with
-aggressive learning rates: each recovers from its jumps by itself, so that every rewind would be a
-false alarm. The other half is on runs that are damaged after DAMAGED_AFTER steps: every one of them
-has to be noticed.
+Small runs train on the standard library's sources. Healthy runs have aggressive learning rates and
+recover from their jumps without help, so each of their rewinds is a false alarm. Other runs are
+damaged after DAMAGED_AFTER steps, and every damage has to be noticed.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ LANES, LENGTH = 8, 32
 # The level of a loss is its mean over this many steps. A run is healthy if it ends at most
 # HEALTHY_MARGIN above the lowest level it had, and was never HEALTHY_RISE times as high as before.
 LEVEL_STEPS, HEALTHY_MARGIN, HEALTHY_RISE = 40, 0.1, 1.5
-HARMFUL_STEPS = 60  # of documents of random bytes
+HARMFUL_STEPS = 60  # for which lanes read random bytes
 NOISE = 4.0  # added to weights, as a multiple of their standard deviation
 LARGE_RATE, LARGE_UPDATES = 100.0, 5
 
@@ -69,7 +68,7 @@ class Recorded:
     losses: tuple[float | None, ...]
 
     def spike(self, settings: RecoveryConfig) -> Spike | None:
-        """The first spike that the run would rewind at."""
+        """Return the first spike at which the run would rewind."""
         schedule = ScheduleConfig(warmup_steps=self.warmup_steps)
         optim = OptimConfig(steps=10 * STEPS, schedule=schedule)
         detector = SpikeDetector(RunConfig(recovery=settings, optim=optim))
@@ -77,8 +76,8 @@ class Recorded:
             {"kind": "train", "step": step, "loss": loss, "skipped": loss is None}
             for step, loss in enumerate(self.losses, 1)
         )
-        found = (detector.observe([line]) for line in lines)
-        return next((spike for spike in found if spike), None)
+        spikes = (detector.observe([line]) for line in lines)
+        return next((spike for spike in spikes if spike), None)
 
     @property
     def is_healthy(self) -> bool:
@@ -165,7 +164,7 @@ def damaged(directory: Path, recorded: list[Recorded]) -> Iterator[Measurement]:
 
 
 def small_corpus(directory: Path) -> Corpus:
-    """The start of the standard library in bytes."""
+    """Build a corpus of bytes from the start of the standard library."""
     text = directory / "text" / "library.jsonl"
     write_jsonl(text, islice(standard_library(), 300))
     output = directory / "corpus"
@@ -177,7 +176,7 @@ def small_corpus(directory: Path) -> Corpus:
 
 
 def aggressive_run(number: int) -> RunConfig:
-    """A run with a rate of up to 25 times a good one, with or without warm-up and clipping."""
+    """Return a run with up to 25 times a good rate, with or without warm-up and clipping."""
     draw = random.Random(number)
     warmup_steps = draw.choice([0, 10, 30, 60])
     rate = 4e-3 * 25 ** draw.random()
@@ -196,7 +195,7 @@ def aggressive_run(number: int) -> RunConfig:
 
 
 def moderate_run(number: int, name: str) -> RunConfig:
-    """A run that would be healthy if nothing happened to it."""
+    """Return a run that would be healthy without the damage."""
     schedule = ScheduleConfig(shape="cosine", warmup_steps=20)
     optim = OptimConfig(steps=STEPS, learning_rate=4e-3, clip_norm=1.0, schedule=schedule)
     run = _run(f"{name} {number}", 1000 + number, optim)
@@ -241,7 +240,7 @@ def random_documents(engine: Engine, batch: SegmentBatch, number: int) -> float:
 
 
 def noise_on_weights(engine: Engine, batch: SegmentBatch, number: int) -> float:
-    """Once, add NOISE times as much noise to every matrix as it has weights."""
+    """Once, add noise to every matrix, with NOISE times its standard deviation."""
     if number == 0:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

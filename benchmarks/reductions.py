@@ -36,12 +36,12 @@ from tests.gpu_stubs.accelerator import reduce_as_on_a_gpu
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.live_tensors import SentBytes
 
-RANKS = (2, 4, 8)  # that are counted
-MANY_RANKS = (64, 512)  # computed
+RANKS = (2, 4, 8)  # numbers of ranks that run and are counted
+MANY_RANKS = (64, 512)  # numbers of ranks whose counts are computed
 MODEL = {"vocab_size": 300, "num_layers": 4, "d_model": 64, "num_heads": 2, "d_inner": 128}
 BUCKET = 20_000  # elements; the largest parameter has 19,200
 REDUCTION_COUNTS = ("synchronizations", "collectives", "bytes per parameter")
-ROOTED = {"use_multi_rank_bucket_allreduce": False}
+ROOTED = {"use_multi_rank_bucket_allreduce": False}  # sums each bucket to its owners
 CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"zero{stage}": (stage, {}) for stage in (1, 2, 3)},
     "zero2-reduce": (2, ROOTED),
@@ -65,13 +65,13 @@ def cell(stage: int, **zero: Any) -> RunConfig:
 
 def measured_reductions(output: Path) -> dict[str, dict[str, dict[str, float]]]:
     """Return by cell and ranks what the backward pass of a rank waits for and sends."""
-    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in CELLS}
+    reductions: dict[str, dict[str, dict[str, float]]] = {name: {} for name in CELLS}
     for ranks in RANKS:
         path = output / f"reductions-{ranks}.json"
         run_ranks(ranks, partial(write_reductions, path), output)
         for name, counts in json.loads(path.read_text()).items():
-            found[name][f"{ranks}"] = counts
-    return found
+            reductions[name][f"{ranks}"] = counts
+    return reductions
 
 
 def write_reductions(path: Path) -> int:
@@ -106,7 +106,7 @@ def _counted(run: RunConfig, world: World, counts: Counter[str]) -> dict[str, fl
 
 
 def computed_reductions(run: RunConfig, ranks: int) -> dict[str, dict[str, float]]:
-    """Return by DeepSpeed's partition rule what `_counted` counts under ZeRO-2."""
+    """Return what `_counted` would count under ZeRO-2, computed by DeepSpeed's partition rule."""
     buckets, share = owners_of_buckets(run, ranks), (ranks - 1) / ranks
     num_owners = sum(map(len, buckets))
     return {

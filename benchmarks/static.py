@@ -1,22 +1,22 @@
 """`python -m benchmarks static`: what each model of configs/models costs a GPU, without one.
 
 static.json beside this file has the numbers of the last commit, and docs/performance.md shows them.
-With `--check` the counts of models are made again, and those of compiled kernels if their code has
-changed: every number that is worse is named, and `make check` fails. Tests make the slow ones again
+`--check` counts the models again, and compiles kernels again if their code has changed. It names
+every number that is worse, and then `make check` fails. Tests count the slow ones again
 (`compiled_layer`, `engines`: test_static_table.py and test_zero_memory.py of tests/integration).
 
-* `kernels`: what each fused kernel takes, compiled for sm_90 with the models' options, and for
-  every device with each option.
-* `models`: `utilization` of the fused kernels in one layer, by simulation: each program starts in
-  the first free slot of 132 multiprocessors. Models that attend by `sdpa` as they are take these
-  kernels when documents are isolated. `operations` of torch, without views, and `launches` of our
-  kernels that a layer adds to each pass, and `peak_gib` of weights, gradients and activations in
-  bf16: counted on the `meta` device while LANES lanes train.
+* `kernels`: registers, memory and programs of each fused kernel, compiled for sm_90 with the
+  models' options, and for every device with each option.
+* `models`: `utilization` of the fused kernels in one layer, simulated: each program starts in the
+  first free slot of 132 multiprocessors. Models that attend by `sdpa` take these kernels once
+  documents are isolated. `operations` of torch, without views, and `launches` of our kernels are
+  what a layer adds to each pass. They and `peak_gib` of weights, gradients and activations in bf16
+  are counted on the `meta` device while LANES lanes train.
 * `compiled_layer`: operations between attentions, both passes, without and with `engine.compile`.
 * `reductions`: how often the host waits, how many collectives there are and what a rank sends in a
   backward pass of each ZeRO stage, counted with few ranks and computed for many (reductions.py).
-* `engines`: values that the host waits for in a step, by package, and bytes sent by ranks over
-  those of one reduce-scatter of gradients and one all-gather of weights.
+* `engines`: values that the host waits for in a step, by package, and the bytes that ranks send,
+  relative to one reduce-scatter of gradients and one all-gather of weights.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ COMPILED_FILES = (
 )  # fmt: skip
 MULTIPROCESSORS, CAPABILITY = 132, (9, 0)  # of an H100 or H200
 LANES, SENDING_RANKS = 8, 3
-LANE_COUNTS = (1, 8, 16)
-HIGHER_IS_BETTER = ("utilization", "programs")
+LANE_COUNTS = (1, 8, 16)  # for which utilization is simulated
+HIGHER_IS_BETTER = ("utilization", "programs")  # lower is better for all other numbers
 COMPILED = "xl_modern_1b"  # the model of the layer that is compiled
 START, END = "<!-- python -m benchmarks static -->\n", "<!-- end -->"
 GIB = 2**30
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the table, or with `check` return 1 if a number is worse; name what is worse."""
+    """Write the table, or with `check` return 1 if a number is worse; print what is worse."""
     table = read_json(TABLE) if TABLE.exists() else {}
     code = code_of_kernels()
     kernels = table["kernels"] if table.get("code") == code else compiled_kernels()
@@ -133,7 +133,7 @@ def runs() -> dict[str, RunConfig]:
 
 
 def code_of_kernels() -> str:
-    """Return a hash of what the compiled kernels depend on, and of their names."""
+    """Return a hash of the kernels' names, triton's version and the files they compile from."""
     words = [importlib.metadata.version("triton"), *all_kernel_names()]
     digest = hashlib.sha256(" ".join(words).encode())
     for name in COMPILED_FILES:
@@ -148,7 +148,7 @@ def all_kernel_names() -> list[str]:
 
 
 def compiled_kernels() -> dict[str, Any]:
-    """Return what each of them takes."""
+    """Return the resources of each kernel in `all_kernel_names`."""
     return {name: asdict(resources) for name, resources in compiled(all_kernel_names()).items()}
 
 
@@ -167,7 +167,8 @@ def kernel_names(model: ModelConfig) -> dict[str, str]:
     for kernel in ("forward", "key_gradient", "query_gradient", "position_gradient"):
         if kernel == "position_gradient" and positions.rotates:
             continue
-        multiplies = kernel in ("query_gradient", "position_gradient")  # scores that are computed
+        # These two read score gradients that the keys' kernel has computed with dropout.
+        multiplies = kernel in ("query_gradient", "position_gradient")
         words = [
             name
             for name, applies in options.items()
@@ -196,7 +197,7 @@ def _row(run: RunConfig, kernels: Mapping[str, Any], launches: Counter[str]) -> 
 
 
 def utilizations(run: RunConfig, lanes: int, kernels: Mapping[str, Any]) -> dict[str, float]:
-    """Return the part of the multiprocessors' time that each kernel's programs of a layer use."""
+    """Return the fraction of the multiprocessors' time that each kernel keeps busy in a layer."""
     model, queries = run.model, run.data.segment_length
     keys, tiles = queries + model.longest_memory, built_in_tiles(model.head_width, CAPABILITY)
     workspace, group_heads = workspace_of_run(run, lanes), model.num_heads // model.key_heads
@@ -239,25 +240,25 @@ def workspace_of_run(run: RunConfig, lanes: int) -> Workspace:
 
 
 def steps_of_rows(queries: int, keys: int, tile: Tile) -> list[int]:
-    """Return the tiles of keys that each tile of queries sees, the last queries first."""
+    """Return how many tiles of keys each tile of queries sees, the last queries first."""
     ends = (min(i0 + tile.rows, queries) + keys - queries for i0 in range(0, queries, tile.rows))
     return [-(-end // tile.columns) for end in ends][::-1]
 
 
 def steps_of_columns(queries: int, keys: int, tile: Tile) -> list[int]:
-    """Return the tiles of queries that see each tile of keys, the first keys first."""
+    """Return how many tiles of queries see each tile of keys, the first keys first."""
     firsts = (max(0, j0 - (keys - queries)) // tile.rows for j0 in range(0, keys, tile.columns))
     return [-(-queries // tile.rows) - first for first in firsts]
 
 
 def programs_of_keys(workspace: Workspace, steps: list[int], heads: int) -> list[int]:
-    """Return the steps of each program of the keys' kernel: by tiles of keys, then by heads."""
+    """Return the steps of each program of the keys' kernel, ordered by tile of keys, then head."""
     length = workspace.heads_per_program
     return [length * each for each in steps for _ in range(heads // length)]
 
 
 def utilization(launches: list[list[int]], slots: int) -> float:
-    """Return the part of the slots' time in use if each program starts in the first free slot."""
+    """Return the fraction of the slots' time in use if programs start in the first free slot."""
     passed = 0
     for durations in launches:
         free = [0] * slots
@@ -268,7 +269,7 @@ def utilization(launches: list[list[int]], slots: int) -> float:
 
 
 def _counted(run: RunConfig, num_layers: int, launches: Counter[str]) -> dict[str, dict[str, int]]:
-    """Return operations and launches of each pass while so many layers train."""
+    """Return operations and launches of each pass while a model of `num_layers` trains."""
     with Operations() as operations:
         module = model_on_meta(replace(run.model, num_layers=num_layers))
         result: dict[str, dict[str, int]] = {"operations": {}, "launches": {}}
@@ -290,7 +291,7 @@ def _counted_peak(run: RunConfig) -> int:
 
 
 class Operations(TorchDispatchMode):
-    """Within it: the `count` of torch's operations that are no views."""
+    """Counts torch's operations that are not views, in `count`, while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,11 +312,11 @@ def compiled_layer() -> dict[str, int]:
 
 
 def measured_engines() -> dict[str, Any]:
-    """Return what steps of DeepSpeed's stages read and send."""
+    """Return what the host reads, and ranks send, in a step of each engine."""
     with tempfile.TemporaryDirectory() as directory:
         rows: dict[str, Any] = measured_reads(Path(directory))
-        found = measured_by_ranks(sending_cells(SENDING_RANKS), SENDING_RANKS, Path(directory))
-        for name, ranks in found.items():
+        sent = measured_by_ranks(sending_cells(SENDING_RANKS), SENDING_RANKS, Path(directory))
+        for name, ranks in sent.items():
             rows[name]["sent"] = sent_over_minimum(name, ranks)
     return rows
 

@@ -31,8 +31,7 @@ BUILD_GOAL = 1 / 0.8  # times the baseline's time: 80% of its rate
 class EncodingSize:
     """How much text, of Python's standard library."""
 
-    # A rate: starting and ending a build take a fifth of a second, little in comparison.
-    megabytes: float = 128
+    megabytes: float = 128  # much, because a build's start and end take a fifth of a second
     training_megabytes: float = 2
     vocab_size: int = 8_000
     processes: int = os.cpu_count() or 1
@@ -40,7 +39,7 @@ class EncodingSize:
 
 
 def encoding_costs(directory: Path, size: EncodingSize) -> Iterator[Measurement]:
-    """Yield both rates, and the time of the build over that of the baseline."""
+    """Yield both rates, and the build's time over the baseline's."""
     texts = list(library_texts(size.megabytes * 1e6))
     tokenizer = train_tokenizer(
         "unigram", size.vocab_size, library_texts(size.training_megabytes * 1e6)

@@ -19,7 +19,7 @@ from data_pipeline.vocabularies.huggingface import HuggingFaceTokenizer
 from data_pipeline.vocabularies.tiktoken_ranks import TiktokenRanks
 from tests.helpers.tokenizer_files import byte_level_json, tiktoken_file
 
-LIBRARY_GOAL = 1 / 1.25  # of the library's own rate
+LIBRARY_GOAL = 1 / 1.25  # our rate over the library's own
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from data_pipeline.lanes.lane_plan import LanePlan
 MEMORY_GOAL_MB, EPOCH_GOAL_MS, SEEK_GOAL_MS, DOWNLOAD_GOAL = 64, 50, 5, 1.3
 SEED = 1
 SEEKS = 25
-TOKENS_PER_TURN = 1 << 20  # in the simulation; the number of downloads does not depend on it
+TOKENS_PER_TURN = 1 << 20  # that a lane reads at a time; downloads do not depend on it
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _plan(size: ScaleSize, document_lengths: Callable[[int], np.ndarray]) -> Lan
 
 
 def _plan_memory(directory: Path, size: ScaleSize) -> tuple[int, int]:
-    """Return the bytes that a rank holds with its lanes in the first two epochs, and their peak."""
+    """Return the bytes that a rank holds for its lanes in the first two epochs, and the peak."""
     tracemalloc.start()
     manifest = read_manifest(directory)
     unit_tokens = [shard.tokens for shard in manifest.shards]
@@ -110,15 +110,15 @@ def _epoch_seconds(size: ScaleSize) -> float:
 
 
 def _seek_seconds(size: ScaleSize) -> float:
-    """Return the CPU seconds of a seek without those that draw lengths, which a run need not do."""
+    """Return the CPU seconds of a seek, without drawing lengths, which a run does not do."""
     drawing = 0.0
 
     def lengths(unit: int) -> np.ndarray:
         nonlocal drawing
         start = time.process_time()
-        found = _lengths_of(size, unit)
+        drawn = _lengths_of(size, unit)
         drawing += time.process_time() - start
-        return found
+        return drawn
 
     plan = _plan(size, lengths)
     plan.epoch_order(0)
@@ -146,7 +146,7 @@ class _NodeCache:
 
 
 def _downloads(size: ScaleSize) -> float:
-    """Return downloads per shard read in an epoch of all lanes of a node, in lock step.
+    """Return downloads per shard that a node reads in an epoch, its lanes in lock step.
 
     Documents are few and long, because only shards are counted.
     """

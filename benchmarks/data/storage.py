@@ -23,8 +23,8 @@ from data_pipeline.corpora.stores import store_at
 from data_pipeline.lanes.lane_stream import LaneStream
 from data_pipeline.lanes.prefetcher import Prefetcher
 
-WAIT_GOAL = 0.01  # fraction of the time
-BLOCK_BYTES = 1 << 14
+WAIT_GOAL = 0.01  # fraction of the time that the loop may wait
+BLOCK_BYTES = 1 << 14  # that the server sends between pauses
 UNIT = "of the time"
 
 

@@ -1,4 +1,4 @@
-"""Attention alone: workspaces of our backward pass, and what PyTorch's kernels need for a shape.
+"""Attention alone: our backward pass with several workspaces, and the time of PyTorch's kernels.
 
 B lanes, L queries, M memory rows, C = M + L keys, N heads, G key heads, H head width.
 """
@@ -46,15 +46,16 @@ class Shape:
         return f"head width {self.H}, {sizes}"
 
 
-# 1.3B's, one with grouped queries, and narrow heads.
+# The shape of a model of 1.3B parameters, one with grouped queries, and one with narrow heads.
 SHAPES = (
     Shape(B=4, L=2048, M=2048, N=16, H=128, G=16),
     Shape(B=4, L=2048, M=2048, N=32, H=128, G=8),
     Shape(B=4, L=2048, M=2048, N=32, H=64, G=32),
 )
 DRY_SHAPES = (Shape(B=2, L=12, M=7, N=2, H=16, G=1),)
-GOALS = {128: 2.0, 64: 1.6}  # times the time of flash attention, which has no relative term
-PROGRAMS = (160, 640, 2560, 1 << 20)  # of the keys' kernel that share a workspace; 640 is built in
+# Head width -> the most times that FlashAttention-2 takes, which has no relative term.
+GOALS = {128: 2.0, 64: 1.6}
+PROGRAMS = (160, 640, 2560, 1 << 20)  # of the keys' kernel in one workspace; the default is 640
 OURS, FLASH = "ours", "FlashAttention-2"
 Way = Callable[[], Tensor]
 
@@ -76,7 +77,7 @@ class AttentionInputs:
         self.position_CNH = random(C, N, H)
         self.biases_NH = [random(N, H) for _ in range(2)]
         self.square_query_BNCH = random(B, N, C, H)
-        # By the number of queries.
+        # The output's gradient, by the number of queries.
         self.gradients = {rows: random(B, rows, N, H).detach() for rows in (L, C)}
         self._visibility = Visibility(num_queries=L, num_keys=C, dtype=dtype, device=device)
         self._mask = create_block_mask(
@@ -105,7 +106,7 @@ class AttentionInputs:
         return path(self.query_BLNH, [self.key_value_BC2GH], terms, self._visibility, no_dropout)
 
     def square(self, backend: SDPBackend) -> Tensor:
-        """Return [B, C, N, H] of as many queries as keys, for which every kernel has a mask."""
+        """Return attention [B, C, N, H] of C queries and C keys: all kernels have this mask."""
         key_BGCH, value_BGCH = self.key_value_BC2GH.permute(2, 0, 3, 1, 4)
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(
@@ -113,7 +114,7 @@ class AttentionInputs:
             ).transpose(1, 2)
 
     def flex(self, attend: Callable[..., Tensor], is_relative: bool) -> Tensor:
-        """Return attention [B, L, N, H] by FlexAttention; a relative term is a tensor [L, C]."""
+        """Return attention [B, L, N, H] by FlexAttention, without or with the relative term."""
         u_NH, v_NH = self.biases_NH
         query_BLNH, L, C = self.query_BLNH, self.shape.L, len(self.position_CNH)
         score_mod: Callable[..., Tensor] | None = None
@@ -191,7 +192,7 @@ def workspace_values(inputs: AttentionInputs, programs: int, context: Context) -
 
 
 def compare(inputs: AttentionInputs, context: Context) -> None:
-    """Report the times of all ways; those of square shapes as for the shape's pairs."""
+    """Report the times of all ways; scale square ones to the shape's pairs of query and key."""
     shape = inputs.shape
     working, refused = runnable(ways(inputs, context.is_dry), inputs)
     C, rounds = shape.M + shape.L, context.size(10, 1)
@@ -201,9 +202,10 @@ def compare(inputs: AttentionInputs, context: Context) -> None:
         "forward_ms": inputs.forward,
         "both_ms": inputs.forward_and_backward,
     }.items():
-        found = milliseconds({way: passes(attention) for way, attention in working.items()}, rounds)
+        by_way = {way: passes(attention) for way, attention in working.items()}
         times[name] = {
-            way: ms * (pairs if way.endswith("square") else 1) for way, ms in found.items()
+            way: ms * (pairs if way.endswith("square") else 1)
+            for way, ms in milliseconds(by_way, rounds).items()
         }
     ratio = times["both_ms"][OURS] / times["both_ms"][FLASH]
     context.add(str(shape), over_flash=ratio, goal=GOALS.get(shape.H), **times, refused=refused)

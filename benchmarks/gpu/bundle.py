@@ -25,10 +25,10 @@ from foundation.cli import check_output_directory
 from foundation.errors import UserError
 
 WHEELS, CORPUS, SITE = "wheels", "corpus", "site"
-# DeepSpeed has no wheel of its own, and its others are usually there.
+# DeepSpeed publishes no wheel. Its dependencies that are not listed are usually installed.
 BUILT = ("deepspeed",)
 DOWNLOADED = ("annotated-types", "hjson", "pydantic", "pydantic-core", "typing-inspection")
-OPTIONAL = ("fla-core==0.6.0",)  # kernels of deltanets, which users' lock does not have
+OPTIONAL = ("fla-core==0.6.0",)  # kernels of deltanets; requirements.lock does not have it
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 LARGEST_BUNDLE = 40 << 20  # bytes
 VOCABULARY = 8192
@@ -69,7 +69,7 @@ def fetch_wheels(directory: Path, python: str) -> None:
     where = ["--only-binary=:all:", "--python-version", python, *platforms, "-d", str(directory)]
     subprocess.run([*pip, "download", *quiet, *where, *names], check=True)
     built = [f"{name}=={pins[name]}" for name in BUILT]
-    # It looks for an accelerator when it is built, and would compile nothing on any.
+    # DeepSpeed's build looks for an accelerator; these variables let it compile no operators.
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     command = [*pip, "wheel", *quiet, "--no-build-isolation", "-w", str(directory), *built]
     subprocess.run(command, check=True, env=environment)
@@ -113,7 +113,7 @@ def build_dry_corpus(output: Path) -> Path:
         text.write_text(
             "".join(f'{{"id": "d{n}", "text": "{f"line {n} of it. " * 40}"}}\n' for n in range(60))
         )
-        # In a process of its own: it imports much that no step needs.
+        # In a process of its own, because a build imports much that no step needs.
         build = partial(build_small_corpus, text, output, TokenizerConfig(kind="bytes"))
         log = output.with_name("corpus.log")
         if run_process(build, log, None, is_dry=True, absent=()):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu`: run the steps that have no result yet, as far as the time reaches."""
+"""`python -m benchmarks gpu`: run the steps that have no result yet, as many as time allows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from foundation.errors import ConfigError, UserError
 COMMITTED = ROOT / "benchmarks" / "gpu" / "results.jsonl"
 # One rank talks to nobody; without this it would look for the address of its own name.
 NO_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-ENOUGH_FOR_RESULTS = 15.0  # seconds of a command's time that no step gets
+ENOUGH_FOR_RESULTS = 15.0  # seconds at the command's end that no step gets
 MFU_GOALS = {"relative_1b": 0.40, "xl_modern_1b": 0.45}
 STEP_GOAL, EVALUATION_GOAL = 1.1, 5.0  # times the GPT's step; times the rate in float32
 
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def schedule(steps: Sequence[Step], known: set[str], seconds: float) -> str:
-    """Return a Markdown table of what runs in the time, by the seconds that steps should take."""
+    """Return a Markdown table of the steps that fit into `seconds` by their expected times."""
     rows, clock = [["step", "starts at", "expected", "at most", "what it measures"]], 0.0
     for step in steps:
         starts = f"{clock:.0f} s"
@@ -172,7 +172,7 @@ def _again(names: str) -> set[str]:
 
 
 def _prepared(arguments: argparse.Namespace, context: Context) -> Context:
-    """Make everything ready for the first step; returns what the steps get."""
+    """Prepare wheels, corpus and imports for the first step; return the context of the steps."""
     os.environ.update(NO_NETWORK)
     if arguments.bundle and importlib.util.find_spec("deepspeed") is None:
         install_wheels(arguments.bundle, context.out)

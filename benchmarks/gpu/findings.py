@@ -33,7 +33,7 @@ class Finding:
 
 
 def findings_in(path: Path) -> list[Finding]:
-    """Return all findings; DataError for a line that is none, such as one cut short."""
+    """Return all findings; DataError for a line that is not a finding, such as one cut short."""
     found = []
     for number, line in enumerate(lines_of(path), start=1):
         try:
@@ -48,7 +48,7 @@ def findings_in(path: Path) -> list[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """A step's way to the world. It writes to `out` and appends to `results`, nothing else."""
+    """What a step may use. It writes to `out` and appends to `results`, nowhere else."""
 
     out: Path
     results: Path
@@ -57,11 +57,11 @@ class Context:
     case: str = ""  # which of several things the step's function measures
     fingerprint: str = ""
     device_name: str = CPU
-    seconds: float = math.inf  # until it is killed
+    seconds: float = math.inf  # after which the step is killed
     nvidia: Path | None = None  # the folder of NVIDIA's Transformer-XL
 
     def add(self, part: str, **values: Any) -> None:
-        """Record a finding; if it has `passed`, that has to be true."""
+        """Record a finding; if it has `passed=False`, the step counts as missed."""
         finding = Finding(
             step=self.step,
             part=part,
@@ -120,7 +120,7 @@ def run_step(target: str, context: Context) -> int:
 
 
 def wait_for(device: Any) -> None:
-    """Return when the device has done what it was given."""
+    """Return when the device has finished its work."""
     if device.type == "cuda":
         import torch
 

@@ -27,8 +27,8 @@ from pretrain.optim.schedule import learning_rate_at
 def yardstick(run: RunConfig) -> RunConfig:
     """Return the GPT's run: no memory, as many tokens a step, and as many keys per query.
 
-    A query of a segment L sees M rows of memory and on average (L + 1) / 2 keys of its segment:
-    those of a causal context of 2 M + L.
+    A query of a segment L sees M rows of memory and on average (L + 1) / 2 keys of its segment: as
+    many as in a causal context of 2 M + L.
     """
     context = 2 * run.model.longest_memory + run.data.segment_length
     data = replace(run.data, lanes=run.tokens_per_step // context, segment_length=context)

@@ -19,9 +19,9 @@ from pathlib import Path
 from pretrain.cli import end_process
 from pretrain.processes.local_ranks import set_parent_death_signal
 
-# The third is what a compiled step imports.
+# Imported before steps are forked. The third is for compiled steps.
 IMPORTED = ("deepspeed", "pretrain.run", "torch._inductor.compile_fx")
-# Writers of shards, which a lent machine may lack: training needs none of them.
+# Writers of shards. A lent machine may lack them, and training does not need them.
 ABSENT = ("streaming", "webdataset", "zstandard")
 INTERPRETER = "TRITON_INTERPRET"
 DRY_ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -46,7 +46,7 @@ def run_process(
 ) -> int | None:
     """Return the exit status of `work` in a process, -N for signal N, None if `limit` ended it.
 
-    What it starts ends with it. `absent`: packages that it cannot import.
+    Processes that it has started are killed with it. `absent`: packages that it cannot import.
     """
     context = (
         multiprocessing.get_context("fork") if is_dry else multiprocessing.get_context("spawn")
@@ -77,7 +77,7 @@ def _child(work: Callable[[], int], log: Path, parent: int, absent: Sequence[str
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(file, standard)
-    # Line by line: what a killed step has printed is in its log.
+    # Written line by line, so that a killed step's log has all that it printed.
     sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  (None: an ImportError)
     status = 1

@@ -18,7 +18,7 @@ from pretrain.evaluation.evaluate import evaluate
 MODEL = "xl_modern_100m"
 POINTS, WARM_UP = 6, 3
 RESERVED = 30.0  # seconds of the step for imports, models, kernels and evaluation
-LONGEST = 100.0  # seconds of each
+LONGEST = 100.0  # seconds of training of each model
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def run(context: Context) -> None:
     """Train one after the other, each for half of the time, and compare their curves."""
     seconds = context.size(min(LONGEST, max(5.0, (context.seconds - RESERVED) / 2)), 0.2)
     run = measured_run(MODEL, context)
-    # No decay: a curve's points are then those of shorter trainings, too.
+    # Without decay, each point of a curve is also the end of a shorter training.
     schedule = replace(run.optim.schedule, shape="constant", warmup_steps=100)
     model = replace(run.model, vocab_size=vocabulary_of(context))
     run = replace(run, model=model, optim=replace(run.optim, schedule=schedule))

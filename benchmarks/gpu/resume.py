@@ -1,4 +1,4 @@
-"""Runs that are saved beside training and restored into a new engine: bitwise the same."""
+"""Check that a run saved while it trains, and restored into a new engine, continues bitwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foundation.errors import UserError
 from pretrain.config.engine import EngineConfig
 from pretrain.distributed.world import World
 
-# Settings of the engine, and those of the model.
+# Name of a cell -> settings of the engine, settings of the model.
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{f"ZeRO {stage}": ({"zero_stage": stage}, {}) for stage in range(4)},
     "offload": ({"zero_stage": 2, "offload_optimizer": True, "offload_memories": True,
@@ -25,7 +25,7 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def run(context: Context) -> None:
-    """Check every cell; one that fails does not keep the others from being checked."""
+    """Check every cell, also after one has failed."""
     with one_rank() as world:
         for name in CELLS:
             try:
@@ -36,7 +36,7 @@ def run(context: Context) -> None:
 
 
 def resumed_differences(name: str, context: Context, world: World) -> list[str]:
-    """Return how a restored run differs from one that went on, nothing if it does not."""
+    """Return how a restored run differs from the one that continued; [] if it does not."""
     engine, model = CELLS[name]
     run = small_run(context, EngineConfig(**engine), **model)
     directory, half = context.work / name.replace(" ", "-"), context.size(4, 2)

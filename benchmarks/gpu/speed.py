@@ -22,7 +22,7 @@ from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World
 
 STEPS, WARM_UP, PROFILED, COSTLIEST = 8, 3, 2, 8
-# The first that a kernel's name contains; names of torch, its compiler and libraries, and ours.
+# Class -> parts of kernels' names (torch's, its compiler's, libraries', ours); the first counts.
 CLASSES = {
     "attention": r"flash|fmha|sdpa|attention|(forward|gradient|content_bias|delta)_kernel|flex",
     "GEMM": r"gemm|nvjet|cutlass|xmma|cublas|split_?k|triton_(mm|tem)|\b(add|b|badd)?b?mm\b",
@@ -77,13 +77,13 @@ def trainer_of(context: Context, world: World) -> Trainer | GptTrainer:
 
 
 def profile(context: Context) -> None:
-    """Report the time of each class of kernels in a step, its idle time, and the costliest."""
+    """Report the time of each class of kernels in a step, idle time, and the costliest kernels."""
     with one_rank() as world:
         trainer = trainer_of(context, world)
         for _ in range(WARM_UP):
             trainer.step()
         wait_for(context.device)
-        # On a GPU operators of the CPU would count twice.
+        # On a GPU, the CPU's operators would count the same work a second time.
         activity = ProfilerActivity.CPU if context.is_dry else ProfilerActivity.CUDA
         with torch.profiler.profile(activities=[activity]) as profiler:
             start = time.perf_counter()
@@ -105,7 +105,7 @@ def profile(context: Context) -> None:
 
 
 def classes(rows: Rows, wall_seconds: float) -> dict[str, float]:
-    """Return milliseconds per step of each class, and those in which no kernel ran."""
+    """Return milliseconds per step of each class, and of the time in which no kernel ran."""
     totals = dict.fromkeys([*CLASSES, "other"], 0.0)
     for name, (microseconds, _) in rows.items():
         totals[class_of(name)] += microseconds / 1e3 / PROFILED

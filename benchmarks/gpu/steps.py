@@ -26,15 +26,15 @@ class Step:
 
     name: str
     target: str
-    expected: float  # seconds on an H100; without as many left, no command starts it
-    limit: float  # seconds after which it is killed; what it has found by then is kept
+    expected: float  # seconds on an H100; with less time left, it is not started
+    limit: float  # seconds after which it is killed; its findings by then are kept
     purpose: str
     sources: tuple[str, ...]  # files and folders that decide what it finds
     case: str = ""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of its sources."""
+        """A hash of the step's sources."""
         digest = hashlib.sha256()
         for source in self.sources:
             path = ROOT / source

@@ -98,14 +98,14 @@ def is_allowed(kernel: str, tile: Tile) -> bool:
 
 
 def compile_all(tried: list[Candidate]) -> None:
-    """Fill triton's cache from several processes; what does not compile is found again later."""
+    """Fill triton's cache from several processes; `row_of` reports what does not compile."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(COMPILERS, mp_context=context) as pool:
         list(pool.map(_compile, tried))
 
 
 def _compile(candidate: Candidate) -> None:
-    # In its own shape: triton makes other code for numbers that are 1 or multiples of 16.
+    # In the candidate's shape: triton makes other code for sizes that are 1 or multiples of 16.
     try:
         works_of(candidate, torch.device("cuda"), torch.bfloat16)[0]()
     except Exception as error:  # too much shared memory, or a compiler's refusal
@@ -133,7 +133,7 @@ def row_of(candidate: Candidate, context: Context) -> dict[str, Any]:
 
 
 def works_of(candidate: Candidate, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return what to do first, and what to time: the forward or the backward pass."""
+    """Return a warm-up, and what to time: the forward or the backward pass."""
     from pretrain.kernels.triton.attention import fused_relative_attention
 
     inputs, shape = AttentionInputs(candidate.shape, device, dtype), candidate.shape
@@ -170,7 +170,7 @@ def tiles_with(candidate: Candidate, head_width: int, device: torch.device) -> T
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the fastest row of each kernel, and all rows; a step cut short leaves a table."""
+    """Write the fastest row of each kernel, and all rows so far."""
     best: dict[tuple[int, str], dict[str, Any]] = {}
     for row in rows:
         key = (row["head_width"], row["kernel"])

@@ -112,14 +112,14 @@ def _bytes_of(value: torch.Tensor) -> bytes:
 
 
 def forget(device: torch.device) -> None:
-    """Free what an engine that nobody refers to any more has left."""
+    """Free the memory of an engine whose last reference is gone."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def small_run(context: Context, engine: EngineConfig, **more: Any) -> RunConfig:
-    """Return a run of seconds with heads of 128, dropout and memory, as a new run resolves it.
+    """Return a run that takes seconds, with heads of 128, dropout and memory, resolved as new.
 
     `more` are settings of the model.
     """
@@ -141,7 +141,7 @@ def small_run(context: Context, engine: EngineConfig, **more: Any) -> RunConfig:
 def measured_run(case: str, context: Context) -> RunConfig:
     """Return the run of a case, "MODEL [VARIANT]": a model of configs/models, or `relative_1b`.
 
-    The GPT's is that of the model it is measured with: `yardstick` makes it.
+    For the GPT it is the run of the model that it is compared with; `yardstick` converts it.
     """
     name, _, variant = case.partition(" ")
     name, settings = ("xl_modern_1b" if name == "gpt" else name), VARIANTS[variant]
@@ -153,7 +153,7 @@ def measured_run(case: str, context: Context) -> RunConfig:
         run = RunConfig(model=model, data=DataConfig(lanes=4, segment_length=2048))
     else:
         run = load_config(RunConfig, ROOT / "configs" / "models" / f"{name}.yaml")
-        # A deltanet keeps three times as much: 16 lanes of a hybrid would not fit into 80 GB.
+        # A deltanet keeps three times as many activations: 16 lanes would not fit into 80 GB.
         tokens = 4096 if variant == "hybrid" else 16_384
         lanes = max(1, tokens // run.data.segment_length)
         run = replace(run, data=replace(run.data, lanes=lanes))
@@ -188,7 +188,7 @@ def toy_sized(run: RunConfig, vocabulary: int) -> RunConfig:
 
 
 def resolved(run: RunConfig, context: Context) -> RunConfig:
-    """Return the run with the precision of its device, and that device as a run sets it up."""
+    """Return the run with its device's precision; set up the device as a run does."""
     run = with_precision(run, "bf16" if has_bf16(context.device) else "fp32")
     set_determinism(run, context.device)
     return run

@@ -35,7 +35,7 @@ from pretrain.engines.engine import Engine
 from pretrain.run import build_engine, set_threads_of_rank
 from pretrain.state import TrainState
 
-SAVE_GOAL = 20.0  # the stall is at most 5% of a blocking save
+SAVE_GOAL = 20.0  # a blocking save over the stall of an asynchronous one
 SEGMENT = 64
 STARTS = 3
 PARTS = (
@@ -104,8 +104,8 @@ class SavingLoop:
     def stall_of_asynchronous_save(self) -> float:
         """Return the seconds in which the loop waits.
 
-        It waits until the thread has started, and before the next update for what is not copied by
-        then. The passes in between do not count, nor does the writing that continues afterwards.
+        It waits until the thread has started, and before the next update until all is copied. The
+        passes in between do not count, nor does the writing afterwards.
         """
         start = time.perf_counter()
         self._checkpointer.save(self._engine, self._state)

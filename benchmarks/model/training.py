@@ -138,10 +138,10 @@ def growth_points() -> list[GrowthPoint]:
 
 
 def cost_growth(_: Path) -> Iterator[Measurement]:
-    """Yield the cost of a token at the base, then that of each change over it beside its FLOPs.
+    """Yield the cost of a token of the base, then of each change relative to it, beside its FLOPs.
 
-    Each change takes turns with the base alone: one base for all would shift every row if the
-    machine was busy while it ran.
+    Each change takes turns with the base. If all shared one measurement of the base, a machine that
+    was busy meanwhile would shift every row.
     """
     base, *others = growth_points()
     of_base = _token_seconds(base)

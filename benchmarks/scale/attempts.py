@@ -1,5 +1,5 @@
-"""What the supervisor does between two attempts: read how every rank ended, say why, and look how
-far the run is."""
+"""What the supervisor does between two attempts: read how every rank ended, explain the failure,
+and find the latest checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.checkpoints import publish_step
 
 SECONDS, PROGRESS_SECONDS, LEDGER_SECONDS = 3.0, 1.0, 1.0
 ATTEMPTS = 1000
-# Of a network file system, assumed.
+# Assumed of a network file system: requests at a time, and seconds of an open and of a size.
 AT_A_TIME, OPEN_SECONDS, SIZE_SECONDS = 32, 0.005, 0.001
 LOG = "".join(f"INFO 12:00:{second:02} rank 0: step {second}\n" for second in range(60))
 
@@ -85,7 +85,7 @@ def ledger_seconds(directory: Path, ranks: int) -> float:
 
 
 def write_ends(attempt: AttemptFiles, ranks: int) -> None:
-    """Write what the tasks of an attempt leave, of which rank 3 was killed and ended the others."""
+    """Write the logs and statuses of an attempt in which rank 3 was killed, then the others."""
     for rank, log in enumerate(attempt.rank_logs(ranks)):
         log.write_text(LOG)
         status = -(signal.SIGKILL if rank == 3 else signal.SIGTERM)

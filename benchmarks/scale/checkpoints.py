@@ -31,9 +31,10 @@ from tests.helpers.checkpoints import index_of, publish_step
 SIZES = (16, 64, 256)
 ELEMENTS = 100  # of a rank's file
 MOST_FILES = RANKS[-1] + 2  # with index and marker
-PARAMETERS, STATE = 961, ("exp_avg", "exp_avg_sq", "weight")  # of 70B, and what Adam has of each
-SECONDS = 2.0  # from the last byte to the published checkpoint
-MOST_OF_SHARE = 2.0  # a rank's file is hashed whole
+# Tensors of a model of 70B parameters, and what a checkpoint with Adam has of each.
+PARAMETERS, STATE = 961, ("exp_avg", "exp_avg_sq", "weight")
+SECONDS = 2.0  # the most from the last byte to the published checkpoint
+MOST_OF_SHARE = 2.0  # times the mean; a rank hashes whole files, so shares differ
 
 
 def checkpoint_costs(directory: Path) -> Iterator[Cost]:
@@ -63,7 +64,7 @@ def checkpoint_costs(directory: Path) -> Iterator[Cost]:
 
 
 def publication_seconds(root: Path, ranks: int) -> float:
-    """Return how long rank 0 gathers the reports of all ranks, merges and publishes them."""
+    """Return the seconds in which rank 0 gathers the reports of all ranks and publishes."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def reports_of(rank: int) -> RankReports:
@@ -95,7 +96,7 @@ def publication_seconds(root: Path, ranks: int) -> float:
 
 
 def costs_of(directory: Path, ranks: int) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each cost of a checkpoint of so many ranks."""
+    """Yield name and value of each cost of a checkpoint of `ranks` ranks."""
     path = publish_step(directory, ranks, num_ranks=ranks)
     yield "files", len(list(path.iterdir()))
     checkpoint = read_index(path)

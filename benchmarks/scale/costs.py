@@ -16,10 +16,10 @@ RANKS_OF_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What was measured at some sizes, ranks if not said otherwise.
+    """What was measured at some sizes, which are numbers of ranks if `of` does not say otherwise.
 
     `targets` are the sizes that belong to RANKS. `at_most` is the goal for the last of them.
-    `expected` is what other rows say of a size at which this cost is not what its growth predicts.
+    `expected` has costs that follow from other rows, for sizes where growth does not predict them.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Cost:
         return self.at_4096 <= self.at_most or math.isclose(self.at_4096, self.at_most)
 
     def _at(self, size: int) -> float:
-        """The cost at a size: what was measured or is expected, else what its growth predicts."""
+        """Return the cost at a size: measured or expected, else as its growth predicts."""
         known = {**self.expected, **self.measured}
         return known.get(size, max(0.0, growth_of(self.measured).at(size)))
 

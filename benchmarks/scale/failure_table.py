@@ -14,11 +14,11 @@ from pretrain.costs.run_time import FailureCosts, costs_on
 
 CHECKPOINT_BYTES = 840e9  # 70B parameters: fp32 weights and two moments
 NODE = ClusterConfig(gpus_per_node=str(RANKS_OF_NODE), disk_mib_per_second=500.0)
-MTBF_HOURS = (600.0, 6300.0, 50_000.0)  # of a node; the second is that of Llama 3 on H100
+MTBF_HOURS = (600.0, 6300.0, 50_000.0)  # of a node; the second is Llama 3's on H100
 FAILURES = 150  # of each simulation
 WEIBULL_SHAPE = 0.7
 REPAIR_HOURS = 24.0
-MOST_WAITING = 0.01  # of the time, for a spare node
+MOST_WAITING = 0.01  # the fraction of time without a spare node
 
 # docs/log.md, "100M parameters for an hour, killed every few minutes"
 HOUR_SECONDS, HOUR_STEP, HOUR_INTERVAL = 3660.0, 5.9, 4
@@ -27,7 +27,7 @@ HOUR_SEEDS = 200
 
 
 def hour_of_kills() -> str:
-    """Return what the simulation says about the measured hour, as a sentence."""
+    """Return a sentence that compares the simulation with the measured hour."""
     interval = HOUR_INTERVAL * HOUR_STEP
     found = [
         simulate(HOUR_COSTS, interval, uniform(180.0, 360.0, seed), HOUR_SECONDS)
@@ -44,9 +44,9 @@ def hour_of_kills() -> str:
 
 
 def spare_nodes(in_repair: float) -> int:
-    """Return how many spare nodes are enough but for MOST_WAITING of the time.
+    """Return how many spare nodes are enough, except for MOST_WAITING of the time.
 
-    So many nodes are in repair on average; their number has a Poisson distribution.
+    `in_repair` is how many nodes are in repair on average; their number is Poisson-distributed.
     """
     term = below = math.exp(-in_repair)
     spares = 0

@@ -36,12 +36,12 @@ class _Event(Enum):
     PUBLISHED = auto()
 
 
-_OF_CLUSTER = (_Event.FAILURE, _Event.REPAIRED)  # others belong to an attempt, and end with it
+_OF_CLUSTER = (_Event.FAILURE, _Event.REPAIRED)  # all other events end with their attempt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the simulated seconds went into."""
+    """How the simulated seconds were spent."""
 
     training: float  # without what was trained again
     repeated: float
@@ -65,10 +65,10 @@ def simulate(
     spares: float = float("inf"),
     repair_seconds: float = 0.0,
 ) -> Outcome:
-    """Return what a run of so many seconds, from its first start on, spends its time on.
+    """Return how a run spends its first `seconds`.
 
-    `gaps` are the seconds between failures of any node. Each takes a node away until it is
-    repaired; `spares` stand by. `costs.between_failures` is not used.
+    `gaps` are the seconds between failures of any node. Each failure takes a node away for
+    `repair_seconds`; `spares` stand by. `costs.between_failures` is not used.
     """
     return _Simulation(costs, interval, gaps, spares, repair_seconds).run(seconds)
 
@@ -83,7 +83,7 @@ def exponential(mean: float, seed: int) -> Iterator[float]:
 def weibull(mean: float, shape: float, seed: int) -> Iterator[float]:
     """Yield seconds between failures that come in clusters if `shape` is below 1.
 
-    Failures of large machines have 0.7 to 0.8 (Schroeder and Gibson, "A large-scale study of
+    Large machines have a shape of 0.7 to 0.8 (Schroeder and Gibson, "A large-scale study of
     failures in high-performance-computing systems", DSN 2006).
     """
     draw, scale = random.Random(seed), mean / math.gamma(1 + 1 / shape)
@@ -115,7 +115,7 @@ class _Simulation:
         self._trained = self._copied = self._published = self._repeated = 0.0
         self._is_writing = self._is_save_due = False
         self._queue: list[tuple[float, int, _Event, int]] = []
-        self._number = 0  # of events: those at the same time keep their order
+        self._number = 0  # of events so far, so that those at the same time keep their order
 
     def run(self, seconds: float) -> Outcome:
         self._after(next(self._gaps), _Event.FAILURE)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FLAT = 0.15  # by which measurements of a cost that does not grow may differ
+FLAT = 0.15  # relative; a cost whose measurements differ by no more is constant
 LAWS: dict[str, Callable[[float], float]] = {"log": math.log2, "linear": lambda size: size}
 
 

@@ -1,4 +1,4 @@
-"""What a piece of real code does to files, counted from outside of it."""
+"""Counts of what real code does to files, without a change to that code."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NAMES = {_OPENED: "opened", _CREATED: "created", _MOVED_IN: "moved in"}
 def counted_files(directory: Path) -> Iterator[Counter[str]]:
     """Count files in the directory that are opened, created or moved in, by any process.
 
-    The kernel counts them (inotify), so it does not matter which language opens them: at most
-    16,384, and a file that is opened twice in a row once.
+    The kernel counts them (inotify), also for code that is not Python. It counts at most 16,384,
+    and a file that is opened twice in a row only once.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     events = libc.inotify_init1(os.O_NONBLOCK)

@@ -35,7 +35,7 @@ def rank_program(results: Path) -> int:
     cpu = (time.thread_time() - started) / STEPS
     saving = timed(exchanges_of_a_save)
     measured = {
-        # On a busy machine most of them wait for a rank that got no core, not for its answer.
+        # On a busy machine most waits are for a rank that got no core, not for its answer.
         "wait": statistics.quantiles(waits)[0],
         "exchange": exchange,
         "cpu": cpu,
@@ -43,14 +43,14 @@ def rank_program(results: Path) -> int:
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
     (results / f"{world.rank}.json").write_text(json.dumps(measured))
-    gather_values(world.rank, int)  # none leaves before all have counted
+    gather_values(world.rank, int)  # no rank leaves before all have counted descriptors
     destroy_process_group()
     return 0
 
 
 def exchanges_of_a_save() -> None:
-    """Exchange what `Checkpointer.save` does in the loop: whether the save before has failed, sums
-    of replicated tensors, bytes, and rank 0's reason not to save."""
+    """Exchange what `Checkpointer.save` exchanges in the loop: whether the previous save failed,
+    sums of replicated tensors, bytes, and rank 0's reason not to save."""
     import torch
 
     from pretrain.distributed.collectives import broadcast_value, gather_present
@@ -64,7 +64,7 @@ def exchanges_of_a_save() -> None:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds of the work, the shortest tenth of many, once ranks are connected."""
+    """Return the seconds of the work, the first decile of many, once ranks are connected."""
     seconds = []
     for _ in range(FIRST_STEPS + STEPS):
         before = time.perf_counter()
