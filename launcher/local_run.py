@@ -25,6 +25,7 @@ def train_here(
     overrides: Sequence[str] = (),
     policy: RestartPolicy = RestartPolicy(),  # noqa: B008  (frozen)
     from_step: int | None = None,
+    forecast: Path | None = None,
 ) -> int:
     """Train in this directory, by default runs/NAME, until the run is finished.
 
@@ -48,6 +49,8 @@ def train_here(
         with stop, run_dir.locked(HOLDER):
             if from_step is not None:
                 run_dir.ask_to_resume_from(from_step)
+            if forecast:
+                run_dir.sign_forecast(forecast)
             start = starter(command, num_ranks, run_dir)
             return Supervisor(run_dir, start, policy, stop).run()
     finally:

@@ -18,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", type=Path, help="resumed if it contains this run (default runs/NAME)")
     add_policy_arguments(parser)
     add_from_step(parser)
+    words = "forecast card, whose hash goes into the ledger before the run's first start"
+    add("--forecast", type=Path, metavar="CARD", help=words)
     add_log_level_argument(parser)
 
 
@@ -32,4 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.overrides,
         requested_policy(arguments),
         arguments.from_step,
+        arguments.forecast,
     )

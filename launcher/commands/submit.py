@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", type=Path, help="on a disk that all nodes share (default runs/NAME)")
     add_policy_arguments(parser)
     add_from_step(parser)
+    words = "forecast card, whose hash goes into the ledger before the run's first start"
+    add("--forecast", type=Path, metavar="CARD", help=words)
     add("--dry-run", action="store_true", help="print the batch script; write and submit nothing")
 
 
@@ -82,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             line = attempt_command(step, RunDir(path), files, job.code, job.code)
             print(f"# Its supervisor starts the ranks by: {shlex.join(line)}")
     else:
-        number = submit(job, config, arguments.from_step)
+        number = submit(job, config, arguments.from_step, arguments.forecast)
         print(f"job {number} ({job.name}), run directory {path}")
         print(f"Status: launcher status {path}\nLogs:   launcher logs {path} --follow")
     for line in notes:

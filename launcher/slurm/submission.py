@@ -1,6 +1,7 @@
 """Submits the job of a run to Slurm, only once even if an answer of Slurm is lost."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from foundation.errors import ConfigError
 from foundation.files import make_directory, read_text
@@ -24,7 +25,9 @@ from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir
 
 
-def submit(job: Job, config: RunConfig, from_step: int | None = None) -> str:
+def submit(
+    job: Job, config: RunConfig, from_step: int | None = None, forecast: Path | None = None
+) -> str:
     """Save what the job runs, submit it once, record it in the ledger; return the job's id."""
     run_dir, script, slurm = RunDir(job.run_dir), render(job), Slurm()
     check_request(job.cluster, job.nodes, slurm.retry_unreachable(slurm.partitions))
@@ -32,6 +35,8 @@ def submit(job: Job, config: RunConfig, from_step: int | None = None) -> str:
     try:
         with run_dir.locked("submit"):
             refuse_live_job(slurm, run_dir)
+            if forecast:
+                run_dir.sign_forecast(forecast)
             with replaced_snapshot(run_dir) as snapshot:
                 snapshot.take_settings(config, job.cluster)
                 snapshot.take_code(script)

@@ -18,13 +18,18 @@ ONE_EACH = {
 OF_A_TABLE = {
     "collect": "write the runs of a sweep as runs.csv",
     "fit": "fit four laws: the one to rely on, its optimum at a budget, or the loss of one run",
-    "report": "write what a table of runs shows as a page: a fit, rates, lengths or variants",
+    "report": "write what a table of runs, or a folder of forecast cards, shows as a page",
+}
+CARDS = {
+    "forecast": "write what is predicted of a run, before it starts, as a card",
+    "grade": "compare a finished run with its forecast",
 }
 PROGRAM = Program(
     "pretrain scale",
     "Scaling-law experiments, from the plan to the report.",
     targets("pretrain.commands.scale_", ONE_EACH)
-    | targets("pretrain.commands.scale_fit:", OF_A_TABLE),
+    | targets("pretrain.commands.scale_fit:", OF_A_TABLE)
+    | targets("pretrain.commands.scale_forecast:", CARDS),
 )
 
 

@@ -17,6 +17,7 @@ from pretrain.commands.scale import (
     add_family,
     add_question,
     add_runs,
+    check_amount,
     check_question,
     rule_name,
     rule_of,
@@ -38,7 +39,7 @@ from pretrain.scaling.fit import (
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.intervals import amount, as_loss, shown
 from pretrain.scaling.recipe import Family, run_of_size
-from pretrain.scaling.report import fit_lines, fit_tree, write_fit_page
+from pretrain.scaling.report import fit_lines, fit_tree, ratio_line, write_fit_page
 from pretrain.scaling.table import Columns, Points, read_points
 from pretrain.sweeps.cell_runs import cells_directory, cells_of
 from pretrain.sweeps.sweep_file import read_sweep
@@ -102,6 +103,8 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--experiment", type=Path, metavar="FILE", help="whose family of shapes is chosen from")
     add("--write", type=Path, metavar="FILE", help="experiment file to write of the nearest run")
     add_family(parser)
+    words = "with --flops: the loss of D/N = R instead of the optimum's, as of a model to be served"
+    add("--ratio", type=float, metavar="R", help=words)
     add("--verbose", action="store_true", help="print all there is")
     add_json(parser)
 
@@ -122,8 +125,10 @@ def run_fit(arguments: argparse.Namespace) -> Answer:
     if not is_refused and arguments.params:
         return _single_run(fit, arguments)
     if not is_refused and flops:
-        lines += refuse_wild(doubts(fit, flops, law or fit.approaches[0]), arguments.force)
+        refuse_wild(doubts(fit, flops, law or fit.approaches[0]), arguments.force)
         lines += _nearest(base, law or fit.approaches[0], arguments) if base else []
+    if arguments.ratio and not is_refused:
+        lines.append(ratio_line(fit, flops, arguments.ratio))
     text = fit_lines(fit, flops, arguments.verbose, law, arguments.force)
     return Answer("\n".join([*text, *lines]), fit_tree(fit, flops), int(bool(fit.none_because)))
 
@@ -140,6 +145,10 @@ def _check(arguments: argparse.Namespace) -> None:
         refuse_overwrite(arguments.write)
     if arguments.experiment and asked != ["flops"]:
         raise ConfigError("--experiment is for the optimum of a budget: add --flops")
+    if arguments.ratio is not None:
+        check_amount("ratio", arguments.ratio)
+        if asked != ["flops"]:
+            raise ConfigError("--ratio is for the run of a budget: add --flops")
     if arguments.law and arguments.params:
         raise ConfigError("--law has no effect with --params and --tokens: leave it out")
 
@@ -148,7 +157,7 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> Answer:
     law, size, tokens = law_of_runs(fit), arguments.params, arguments.tokens
     reasons = refuse_wild(run_doubts(fit, size, tokens), arguments.force)
     flops = float(np.exp(fit.flops_law.log_flops(np.log(size), np.log(tokens))))
-    loss = loss_interval(law, size, tokens)
+    loss = fit.beyond_runs(loss_interval(law, size, tokens), flops)
     asked = f"N = {amount(size)} over D = {amount(tokens)} ({flops:.3g} FLOPs)"
     lines = [f"loss of {asked} by {law.title}: {shown(loss, as_loss)}", *reasons]
     return Answer("\n".join(lines), {"law": law.key, "loss": loss, "flops": flops})
@@ -190,9 +199,13 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the report."""
     from pretrain.comparisons.page import rows_without_sizes, write_sweep_page
+    from pretrain.scaling.forecast import write_cards_page
 
     output = arguments.output or arguments.runs.parent / "scaling-report"
     check_output_directory("--output", output)
+    if arguments.runs.is_dir():
+        print(write_cards_page(arguments.runs, output, arguments.title))
+        return 0
     if arguments.runs.suffix == ".csv" and (rows := rows_without_sizes(arguments.runs)):
         print(write_sweep_page(rows, arguments.runs, output, arguments.title))
         return 0

@@ -23,6 +23,7 @@ from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.costs.flops import computed_step_flops
 from pretrain.costs.hardware import GIB, Hardware
 from pretrain.scaling.intervals import amount
+from pretrain.scaling.law import FEWEST_GROUPS
 from pretrain.scaling.learning_rate import FEWEST_RATES, TunedRule
 from pretrain.scaling.machine import Machine, placement, placement_totals
 from pretrain.scaling.plan import (
@@ -253,6 +254,11 @@ def _sizes_at_budgets(
         notes.append(
             f"checks: {counted(len(checks), 'run')} of these at other rates and seeds, {part:.0%} "
             "of the FLOPs; 'scale collect' says what they show (--no-checks leaves them out)"
+        )
+    if (count := len({*arguments.budgets})) < FEWEST_GROUPS:
+        notes.append(
+            f"{counted(count, 'budget')}: 'scale fit' gives no interval of anything below "
+            f"{FEWEST_GROUPS}, and no backtest at a distance; one more at the small end is cheap"
         )
     if machine:
         notes += placement_totals(runs, machine.hardware, machine.mfu)

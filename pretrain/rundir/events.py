@@ -124,6 +124,14 @@ class ResumeFrom(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Forecast(Event):
+    """The run's loss was forecast by a card with this hash, before it began."""
+
+    sha256: str
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Requested(Event):
     """A user asks for this after the step in progress. Then rank 0 gets the signal ASK."""
 
@@ -505,6 +513,8 @@ def _description(event: Event) -> str:
             return "the step that a user asked for was refused"
         case ResumeFrom(step=step):
             return f"a user asked to resume from {f'step {step}' if step else 'the beginning'}"
+        case Forecast():
+            return f"its loss is forecast by {event.file} (sha256 {event.sha256[:12]})"
         case Requested():
             return f"a user asked the run to {event.request}"
         case Mirrored(step=step, url=url, problem=problem):

@@ -27,6 +27,7 @@ from foundation.files import (
     own_file,
     read_json,
     remove_leftovers,
+    sha256_of,
     write_json,
     write_text,
 )
@@ -41,8 +42,8 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, list_attempts
 from pretrain.rundir.changed_settings import describe_rate, refused_changes
-from pretrain.rundir.events import ResumeFrom, SettingsChanged
-from pretrain.rundir.history import past_of, setting_changes
+from pretrain.rundir.events import Forecast, ResumeFrom, SettingsChanged, TrainingBegan
+from pretrain.rundir.history import find_events, past_of, setting_changes
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, read_lock, run_lock
 from pretrain.rundir.metrics_file import read_measurements
@@ -223,6 +224,17 @@ class RunDir:
         if not self.exists():
             raise ConfigError(f"{self.path} holds no run yet; start it without --from-step")
         self.ledger.append(ResumeFrom(step=step))
+
+    def sign_forecast(self, card: Path) -> None:
+        """Record the forecast of a run that has not begun."""
+        ledger = self.ledger.read()
+        if find_events(ledger, TrainingBegan):
+            raise ConfigError(
+                f"{self.path} has begun: --forecast is for a run before its first start"
+            )
+        sha256 = sha256_of(card)
+        if sha256 not in [event.sha256 for event in find_events(ledger, Forecast)]:
+            self.ledger.append(Forecast(sha256=sha256, file=str(card)))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all measurements, oldest first; damaged lines are skipped with a warning."""

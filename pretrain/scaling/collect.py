@@ -147,7 +147,7 @@ def row_of(placed: PlacedCell) -> Row:
     seconds = sum(item.get("seconds") or 0 for item in measured if item["kind"] == "train")
     code = [event.code for event in find_events(run_dir.ledger.read(), TrainingBegan) if event.code]
     if step < steps:
-        excluded = f"stopped at step {step} of {steps}: mid-schedule"
+        excluded = f"not finished: at step {step} of {steps}"
     elif not last:
         excluded = "finished without a last evaluation"
     elif not _is_finite(loss):

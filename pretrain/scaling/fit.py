@@ -4,22 +4,23 @@ docs/scaling.md says how the law that comes first is chosen. Legend: P points.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from foundation.errors import ConfigError, DataError
+from pretrain.scaling.backtest import Backtest, backtests, estimate, left_out_errors
 from pretrain.scaling.frontier import (
+    FEWEST_SIZES,
     Approach,
     Fitted,
+    Frontier,
     FrontierFit,
     Valley,
-    fit_isoflop,
-    fit_lowest_runs,
     law_of,
 )
-from pretrain.scaling.intervals import Interval, as_loss, as_size, shown
+from pretrain.scaling.intervals import Interval, as_loss, as_size, shown, widened
 from pretrain.scaling.law import (
     FEWEST_FREE,
     TOLERATED,
@@ -27,7 +28,6 @@ from pretrain.scaling.law import (
     LawLine,
     ParametricFit,
     fit_flops_law,
-    fit_parametric,
 )
 from pretrain.scaling.table import Array, Points, usable
 from pretrain.terminal.text import counted
@@ -40,6 +40,9 @@ TITLES = {
 }
 NUMBERS = {"lowest": 4, "tied": 4, "parametric": 5, "isoflop": 6}  # that a law fits
 MOST_NAMED = 3  # outliers in a warning
+# What laws missed on published sweeps, as logarithms, at x times the largest budget fitted: five
+# of six were within SIZE_OFF sqrt(ln x) of N* and LOSS_OFF ln x of the loss (docs/scaling.md).
+SIZE_OFF, LOSS_OFF = 0.3, 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,6 @@ class Limits:
     """Where a fit is warned of, doubted or refused; ratios unless they say otherwise."""
 
     # The ranking of laws by the left-out budget.
-    near: float = 3.0  # of size: the lowest run's neighbors, which decide what N* is
     same_error: float = 2e-4  # of the loss: seeds differ by more
     hopeless: float = 0.1  # error of the loss: no law of the four describes such runs
     # Outliers and trends of a law's errors on its own runs.
@@ -60,6 +62,8 @@ class Limits:
     rounding: float = 1e-6  # errors of the solver
     # Predictions beyond the runs.
     beyond: float = 10.0  # the multiple of the largest budget that is answered unless another is
+    differing_losses: float = 0.01  # of the laws, at the budget that is asked for
+    jump: float = 0.01  # of a law's mean error, between neighboring budgets
     disagreement: float = 1.5  # of the laws' N* there, which is worth a warning
     largest_disagreement: float = 3.0  # ... and which is a reason not to answer
     furthest: float = 100.0  # times the largest budget, or below the smallest
@@ -71,23 +75,6 @@ class Limits:
 
 
 LIMITS = Limits()
-
-
-def estimate(points: Points) -> tuple[dict[str, Fitted], dict[str, str]]:
-    """Return every law fitted, and the reason for each that these runs do not allow."""
-    fits: dict[str, Callable[[], Fitted]] = {
-        "parametric": lambda: fit_parametric(points),
-        "tied": lambda: fit_parametric(points, tied=True),
-        "isoflop": lambda: fit_isoflop(points),
-        "lowest": lambda: fit_lowest_runs(points),
-    }
-    laws, unavailable = {}, {}
-    for key, fit in fits.items():
-        try:
-            laws[key] = fit()
-        except DataError as error:
-            unavailable[key] = str(error).removeprefix(f"{points.source}: ")
-    return laws, unavailable
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,9 @@ class Fit:
     approaches: tuple[Approach, ...]  # from the one to rely on
     doubts: Mapping[str, str]  # law -> why it is not relied on, whatever its error
     unavailable: Mapping[str, str]  # law -> why these runs do not allow it
-    left_out: Mapping[str, float]  # law -> error of the largest budget, see `left_out_errors`
+    left_out: Mapping[str, float]  # law -> error of the largest budgets, see `left_out_errors`
+    num_left_out: Mapping[str, int]  # law -> runs that its error is the mean of
+    backtests: Mapping[str, list[Backtest]]  # by law
     holdouts: tuple[Prediction, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -130,6 +119,26 @@ class Fit:
         """FLOPs that are answered unless others are asked for."""
         return LIMITS.beyond * self.largest
 
+    def optimum(self, approach: Approach, flops: float) -> tuple[Interval, Interval, Interval]:
+        """Return N*, D* and the loss at C FLOPs by a law.
+
+        Beyond the largest budget their intervals are widened by what laws have missed on published
+        sweeps at such a distance.
+        """
+        at, far = float(np.log(flops)), math.log(max(flops / self.largest, 1.0))
+        off = SIZE_OFF * math.sqrt(far)
+        size, tokens = approach.parameters(at), approach.tokens(at, self.flops_law)
+        loss = approach.loss(at)
+        if isinstance(approach.line, Frontier) and far and math.isfinite(loss.value):
+            loss = approach.line.loss_interval(at)
+        if approach.no_interval:
+            return size, tokens, loss
+        return widened(size, off), widened(tokens, off), self.beyond_runs(loss, flops)
+
+    def beyond_runs(self, loss: Interval, flops: float) -> Interval:
+        """Return a loss at C FLOPs with its interval, widened as in `optimum`."""
+        return widened(loss, LOSS_OFF * math.log(max(flops / self.largest, 1.0)))
+
     @property
     def valleys(self) -> tuple[Valley, ...]:
         """Approach 2's parabolas, if these runs allow them."""
@@ -142,7 +151,7 @@ class Fit:
         first = self.approaches[0]
         if doubt := self.doubts.get(first.key):
             return doubt
-        if first.key == "lowest" and self.doubts:  # it ranks nothing: every other law is in doubt
+        if first.key not in self.left_out and self.doubts:  # nothing checks the only one left
             return next(iter(self.doubts.values()))
         error = self.left_out.get(first.key, 0.0)
         return f"the best one's left-out error is {error:.1%}" if error > LIMITS.hopeless else ""
@@ -173,12 +182,13 @@ def fit_all(runs: Points) -> Fit:
     if not laws:
         reasons = [f"{TITLES[key]}: {reason}" for key, reason in unavailable.items()]
         raise DataError(f"{points.source}: no law fits these runs ({'; '.join(reasons)})")
-    errors, doubts = left_out_errors(points, laws), _doubts(points, laws)
+    left_out, doubts = left_out_errors(points, laws), _doubts(points, laws)
+    errors = {key: error for key, (error, _) in left_out.items()}
     least = min(errors.values(), default=0.0)
 
-    def place(key: str) -> tuple[bool, bool, float, int]:
+    def place(key: str) -> tuple[bool, float, int]:
         worse = math.floor((errors[key] - least) / LIMITS.same_error) if key in errors else math.inf
-        return key in doubts, key == "lowest", worse, NUMBERS[key] if errors else 0
+        return key in doubts, worse, NUMBERS[key] if errors else key == "lowest"
 
     fit = Fit(
         points=points,
@@ -189,9 +199,11 @@ def fit_all(runs: Points) -> Fit:
         doubts=doubts,
         unavailable=unavailable,
         left_out=errors,
+        num_left_out={key: count for key, (_, count) in left_out.items()},
+        backtests=backtests(points, laws),
     )
     if fit.law:
-        fit = replace(fit, holdouts=predict_holdouts(runs, fit.law))
+        fit = replace(fit, holdouts=predict_holdouts(runs, fit))
     return replace(fit, warnings=tuple(_warnings(fit)))
 
 
@@ -206,44 +218,22 @@ def approach_of(key: str, law: Fitted, points: Points, flops_law: FlopsLaw) -> A
         return replace(approach, no_interval=str(error))
 
 
-def left_out_errors(points: Points, laws: Mapping[str, Fitted]) -> dict[str, float]:
-    """Return each law's mean |relative error| of the largest budget's losses, fitted to the others;
-    {} with fewer than three budgets.
-
-    `laws` are fitted to all budgets. Only runs near N* count that all laws predict.
-    """
-    budgets = points.budgets
-    if len(budgets) < 3:
-        return {}
-    last = points.take(points.budget_P == budgets[-1])
-    below, _ = estimate(points.take(points.budget_P < budgets[-1]))
-    predicted = {key: law.losses(last) for key, law in below.items() if key != "lowest"}
-    isoflop, size = laws.get("isoflop"), float(last.parameters_P[last.loss_P.argmin()])
-    for valley in isoflop.used if isinstance(isoflop, FrontierFit) else ():
-        size = valley.parameters if valley.budget == budgets[-1] else size
-    near_P = np.abs(np.log(last.parameters_P / size)) <= np.log(LIMITS.near)
-    near_P &= np.all([np.isfinite(loss_P) for loss_P in predicted.values()] or [near_P], axis=0)
-    if not near_P.any():
-        near_P[last.loss_P.argmin()] = True
-    errors = {
-        key: float(np.abs(loss_P / last.loss_P - 1)[near_P].mean())
-        for key, loss_P in predicted.items()
-    }
-    return {key: error for key, error in errors.items() if math.isfinite(error)}
-
-
-def predict_holdouts(runs: Points, law: Approach) -> tuple[Prediction, ...]:
-    """Return the law's predictions of the runs that were held out, with their measured losses."""
-    held = runs.take(runs.holdout_P)
+def predict_holdouts(runs: Points, fit: Fit) -> tuple[Prediction, ...]:
+    """Return the predictions of the runs that were held out, with their measured losses."""
+    law, held = law_of_runs(fit), runs.take(runs.holdout_P)
     columns_P4 = np.stack([held.parameters_P, held.tokens_P, held.flops_P, held.loss_P], axis=1)
     return tuple(
-        Prediction(name, *numbers, predicted=loss_interval(law, *numbers[:2]))
+        Prediction(
+            name, *numbers, predicted=fit.beyond_runs(loss_interval(law, *numbers[:2]), numbers[2])
+        )
         for name, numbers in zip(held.names, columns_P4.tolist(), strict=True)
     )
 
 
 def loss_interval(law: Approach, parameters: float, tokens: float) -> Interval:
-    """Return L(N, D) by a law, with its interval if it has one."""
+    """Return L(N, D) by a law, with its interval if it has one: of the scatter of the runs alone,
+    as of `Fit.beyond_runs` before it is widened.
+    """
     return law.loss_of(lambda line: law_of(line).law.loss(parameters, tokens))
 
 
@@ -253,6 +243,20 @@ def disagreement(fit: Fit, flops: float) -> float:
     sizes = np.array([float(law.line.log_parameters(np.log(flops))) for law in rivals])
     finite = sizes[np.isfinite(sizes)]
     return float(np.exp(np.ptp(finite))) if len(finite) else 1.0
+
+
+def differing_losses(fit: Fit, flops: float) -> str:
+    """Return how the laws' losses at C FLOPs differ, also of laws in doubt; empty up to 1%."""
+    rivals = [law for law in fit.approaches if law.key != "lowest"]  # its losses are of single runs
+    losses = {law.title: fit.optimum(law, flops)[2].value for law in rivals}
+    losses = {title: loss for title, loss in losses.items() if math.isfinite(loss)}
+    low, high = (pick(losses, key=losses.__getitem__, default="") for pick in (min, max))
+    if not low or losses[high] <= (1 + LIMITS.differing_losses) * losses[low]:
+        return ""
+    return (
+        f"the laws' losses differ by {losses[high] / losses[low] - 1:.1%}: {as_loss(losses[low])} "
+        f"by {low}, {as_loss(losses[high])} by {high}"
+    )
 
 
 def noise_of(error_P: Array, numbers: int = NUMBERS["parametric"]) -> float:
@@ -359,7 +363,8 @@ def _warnings(fit: Fit) -> list[str]:
         lines.append("two budgets: none is left to check the laws on")
     if free := fit.approach("parametric"):
         assert isinstance(free.fit, ParametricFit)
-        lines += _named_outliers(fit, free.fit.losses(points) / points.loss_P - 1)
+        error_P = free.fit.losses(points) / points.loss_P - 1
+        lines += [*_named_outliers(fit, error_P), *_jump(points, error_P)]
         if free.fit.undetermined:
             lines.append(f"these runs do not determine the {' and '.join(free.fit.undetermined)}")
     flops = fit.beyond
@@ -370,13 +375,37 @@ def _warnings(fit: Fit) -> list[str]:
     return lines + [f"{TITLES['isoflop']}: {line}" for line in unused]
 
 
+def _jump(points: Points, error_P: Array) -> list[str]:
+    """Return a warning where the mean error of a law jumps between neighboring budgets, as where a
+    recipe changes.
+    """
+    groups = {budget: error_P[points.budget_P == budget] for budget in points.budgets.tolist()}
+    groups = {budget: group for budget, group in groups.items() if len(group) >= FEWEST_SIZES}
+    if len(groups) < 3:
+        return []
+    noise = math.sqrt(float(np.mean([group.var(ddof=1) / len(group) for group in groups.values()])))
+    steps = np.diff([group.mean() for group in groups.values()])
+    largest, usual = int(np.abs(steps).argmax()), float(np.median(np.abs(steps)))
+    if abs(steps[largest]) < max(LIMITS.jump, 3 * math.sqrt(2) * noise, usual):
+        return []
+    low, high = list(groups)[largest : largest + 2]
+    return [
+        f"between {low:.3g} and {high:.3g} FLOPs the errors of the law jump by "
+        f"{steps[largest]:+.1%}: did the recipe, the data or the evaluation change there?"
+    ]
+
+
 def _named_outliers(fit: Fit, error_P: Array) -> list[str]:
     points, far_P = fit.points, _outliers(error_P)
     if not far_P.any():
         return []
     order = np.argsort(-np.abs(np.where(far_P, error_P, 0)))[: int(far_P.sum())]
-    first = order[:MOST_NAMED]
-    named = [f"{points.names[i]} (loss {as_loss(float(points.loss_P[i]))})" for i in first]
+    first, columns = order[:MOST_NAMED], (points.parameters_P, points.tokens_P, points.loss_P)
+    named = [
+        f"{points.names[i]} (N {as_size(size)}, D {as_size(tokens)}, loss {as_loss(loss)})"
+        for i in first
+        for size, tokens, loss in [[float(column[i]) for column in columns]]
+    ]
     more = f" and {len(order) - MOST_NAMED} more" if len(order) > MOST_NAMED else ""
     return [
         f"{counted(len(order), 'run')} over {LIMITS.far:g} standard deviations off the law: "

@@ -71,6 +71,22 @@ def students(
     return Interval(value, float(ends[0]), float(ends[1]))
 
 
+def widened(interval: Interval, error: float) -> Interval:
+    """Return the interval of a logarithm, whose half widths get another `error` (quadratically).
+
+    Without an interval, `error` alone makes one, unless it is 0.
+    """
+    if not error:
+        return interval
+    low, high = (
+        math.hypot(error, math.log(end / interval.value)) if end > 0 else error
+        for end in (interval.low, interval.high)
+    )
+    return Interval(
+        interval.value, interval.value * math.exp(-low), interval.value * math.exp(high)
+    )
+
+
 def shown(interval: Interval, text: Text) -> str:
     """Return an interval as `value [low, high]`, the value alone where there is no interval."""
     value, low, high = map(text, vars(interval).values())

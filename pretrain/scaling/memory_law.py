@@ -21,6 +21,7 @@ from pretrain.scaling.table import Array
 from pretrain.terminal.text import counted
 
 FEWEST = 3  # different memory lengths, numbers of tokens, and (for the term of N) sizes
+NUMBERS = 7  # that a law of several sizes has
 SPARE = 2  # runs beyond the numbers that are fitted
 STARTS = (0.15, 0.6)  # of each exponent
 STEEPEST = 8.0
@@ -137,7 +138,12 @@ def fit_memory_law(runs: Trained) -> MemoryFit:
     ]
     ends = [_refined(start, runs, everything_P) for start in starts]
     law = min(ends, key=lambda end: float((end.errors(runs) ** 2).sum()))
-    group_P = groups_of(np.arange(len(runs.loss_P)))
+    # Runs of one size and number of tokens share more than noise, such as a rate: where there are
+    # enough such pairs, one at a time is left out, else single runs.
+    pairs_P2 = np.stack(runs.values[:2], axis=1)
+    pair_P = np.unique(pairs_P2, axis=0, return_inverse=True)[1].reshape(-1)
+    is_enough = pair_P.max() + 1 >= NUMBERS + SPARE
+    group_P = groups_of(pair_P if is_enough else np.arange(len(runs.loss_P)))
     left_out = [_refined(law, runs, group_P != group) for group in range(group_P.max() + 1)]
     return MemoryFit(runs, law, left_out)
 

@@ -28,7 +28,8 @@ from pretrain.scaling.recipe import FAR_SIZE, Family, at_flops, refuse_unsuited,
 from pretrain.sweeps.sweep_file import FORMAT, Cell, Kind, Sweep
 
 MOST_SIZES = 1000  # of a budget
-RATE_FACTORS = (0.5, 2.0)  # of the plan's rate, at one size of each budget
+RATE_FACTORS = (0.5, 2.0)  # of the plan's rate, in runs that check it
+CHECKED_BUDGETS = 2  # the smallest: their runs cost least
 LARGEST_CHANGE = 1.5  # of rate and batch between the runs of one trunk
 TAIL = 5  # parts of a run with the schedule wsd, the last of which decays
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022; where nothing better is known
@@ -177,16 +178,18 @@ def plan_sizes(
 def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Return runs that show whether the plan can be trusted.
 
-    The middle size of each budget at RATE_FACTORS of its rate, and of the smallest budget with two
+    The smallest and the largest size of the two smallest budgets at RATE_FACTORS of their rates: a
+    rate that is wrong at one end tilts a law. And the middle size of the smallest budget with two
     more seeds, where no run has several.
     """
     budgets: dict[float, list[PlannedRun]] = {}
     for item in runs:
         if not item.holdout:
             budgets.setdefault(item.facts["budget"], []).append(item)
-    middles = [budgets[budget][len(budgets[budget]) // 2] for budget in sorted(budgets)]
+    smallest = [budgets[budget] for budget in sorted(budgets)[:CHECKED_BUDGETS]]
+    ends = [sizes[end] for sizes in smallest for end in sorted({0, len(sizes) - 1})]
     checks = []
-    for item, factor in itertools.product(middles, RATE_FACTORS):
+    for item, factor in itertools.product(ends, RATE_FACTORS):
         rate = float(f"{factor * item.run.optim.learning_rate:.4g}")
         optim = replace(item.run.optim, learning_rate=rate)
         run = replace(item.run, name=f"{item.name}-rate{factor:g}", optim=optim)
@@ -195,7 +198,7 @@ def check_runs(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
             facts["hours"] *= item.cost.steps / (item.cost.steps - item.starts_at)
         checks.append(replace(item, run=run, facts=facts, starts_from="", starts_at=0))
     if len({item.run.seed for item in runs}) == 1:
-        first = middles[0]
+        first = smallest[0][len(smallest[0]) // 2]
         for seed in (first.run.seed + 1, first.run.seed + 2):
             run = replace(first.run, name=f"{first.name}-s{seed}", seed=seed)
             checks.append(replace(first, run=run, starts_from="", starts_at=0))
@@ -236,7 +239,7 @@ def as_trunks(runs: Sequence[PlannedRun]) -> tuple[list[PlannedRun], str]:
                 raise ConfigError(
                     f"--trunks: runs of {longest.name}'s shape would have rates or lanes over "
                     f"{LARGEST_CHANGE:g}x apart by the rule, and a trunk has one of each; use "
-                    "--rule base or closer budgets"
+                    "--rule base, or --tuned with a sweep of this model's rates"
                 )
         for item in chain:
             steps = longest.cost.steps * item.facts["budget"] / longest.facts["budget"]

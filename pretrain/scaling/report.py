@@ -4,6 +4,7 @@ figures and numbers as files.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,16 @@ from pretrain.reporting.html import (
 )
 from pretrain.reporting.members import write_table
 from pretrain.rundir.code_version import code_version
-from pretrain.scaling.fit import TITLES, Fit
+from pretrain.scaling.fit import (
+    LOSS_OFF,
+    SIZE_OFF,
+    TITLES,
+    Fit,
+    differing_losses,
+    doubts,
+    law_of_runs,
+    loss_interval,
+)
 from pretrain.scaling.fit_charts import frontier_chart, residuals_chart, sizes_chart, valleys_chart
 from pretrain.scaling.frontier import Approach, law_of
 from pretrain.scaling.intervals import (
@@ -56,11 +66,11 @@ Numbers = list[tuple[str, Interval, Text]]
 
 def numbers_at(fit: Fit, approach: Approach, flops: float) -> Numbers:
     """What a law says of the optimum at C FLOPs: name, interval, and how it is written."""
-    log_flops = float(np.log(flops))
+    size, tokens, loss = fit.optimum(approach, flops)
     return [
-        ("N*", approach.parameters(log_flops), as_size),
-        ("D*", approach.tokens(log_flops, fit.flops_law), as_size),
-        ("loss", approach.loss(log_flops), as_loss),
+        ("N*", size, as_size),
+        ("D*", tokens, as_size),
+        ("loss", loss, as_loss),
         ("a", approach.power(), as_exponent),
     ]
 
@@ -94,13 +104,54 @@ def fit_lines(
 
 def answer_lines(fit: Fit, flops: float, asked: Approach | None = None) -> list[str]:
     """The optimum at C FLOPs by the law to rely on, or by the one that is asked."""
-    law, times = asked or fit.approaches[0], f"{flops / fit.largest:.3g} times the largest budget"
+    law, times = asked or fit.approaches[0], flops / fit.largest
     by = f"by {law.title}, as asked, " if asked else ""
-    lines = [f"{by}at {flops:.3g} FLOPs, {times} ({LEVEL}% intervals):"]
+    far = f"{times:.3g} times the largest budget"
+    lines = [f"{by}at {flops:.3g} FLOPs, {far} ({LEVEL}% intervals):"]
     numbers = numbers_at(fit, law, flops)
     lines += [f"  {name:5} {shown(interval, text)}" for name, interval, text in numbers]
-    why = law.without_interval
-    return lines + [f"  without an interval: {why}"] * bool(why)
+    if times > 1 and not law.no_interval:
+        off = math.exp(SIZE_OFF * math.sqrt(math.log(times))), LOSS_OFF * math.log(times)
+        lines.append(
+            f"  published sweeps at this distance missed N* by {off[0]:.2f}x, the loss by "
+            f"{off[1]:.1%}: included"
+        )
+    if why := law.no_interval or (law.without_interval if times <= 1 else ""):
+        lines.append(f"  without an interval: {why}")
+    free = fit.approach("parametric")
+    if law.key == "tied" and free and not free.no_interval:
+        size, _, loss = fit.optimum(free, flops)
+        lines.append(
+            f"  {free.title}, which lets the exponents differ: N* {shown(size, as_size)}, loss "
+            f"{shown(loss, as_loss)}"
+        )
+    if differing := differing_losses(fit, flops):
+        lines.append(f"  {differing}")
+    lines += [*backtest_lines(fit, law), *(f"doubt: {why}" for why in doubts(fit, flops, law))]
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
+
+
+def ratio_line(fit: Fit, flops: float, ratio: float) -> str:
+    """The run of C FLOPs with D/N = `ratio`, and how much higher than the optimum's its loss is."""
+    law = law_of_runs(fit)
+    power, scale = fit.flops_law.power, fit.flops_law.scale
+    size = (flops / (scale * ratio)) ** (1 / (1 + power))
+    loss = fit.beyond_runs(loss_interval(law, size, ratio * size), flops)
+    least = law.loss(float(np.log(flops))).value
+    return (
+        f"with D/N = {ratio:g}: N {as_size(size)}, D {as_size(ratio * size)}, loss "
+        f"{shown(loss, as_loss)} by {law.title}, {loss.value / least - 1:+.2%} over the optimum's"
+    )
+
+
+def backtest_lines(fit: Fit, law: Approach) -> list[str]:
+    """How far the law was off at the largest budget, fitted without it and those near it."""
+    return [
+        f"  backtest: fitted up to 1/{test.times:.3g} of the largest budget, it predicts there "
+        + (f"N* {test.size:.2f} times the measured one, " if math.isfinite(test.size) else "")
+        + f"the loss {test.loss:+.2%} off"
+        for test in fit.backtests.get(law.key, ())
+    ]
 
 
 def choice_line(fit: Fit) -> str:
@@ -111,8 +162,8 @@ def choice_line(fit: Fit) -> str:
     if first.key not in fit.left_out:
         return f"rely on {first.title}, which nothing checks"
     return (
-        f"rely on {first.title}: fitted without {fit.largest:.3g} FLOPs, it predicts those losses "
-        f"within {fit.left_out[first.key]:.2%}"
+        f"rely on {first.title}: without the largest budgets it predicts the loss of "
+        f"{counted(fit.num_left_out[first.key], 'run')} there within {fit.left_out[first.key]:.2%}"
     )
 
 
@@ -224,7 +275,7 @@ def fit_tree(fit: Fit, flops: float | None = None) -> dict[str, Any]:
         "excluded": fit.points.excluded,
         "notes": fit.points.notes,
     }
-    more = ("valleys", "unavailable", "left_out", "warnings")
+    more = ("valleys", "unavailable", "left_out", "num_left_out", "backtests", "warnings")
     return with_nulls(to_tree(tree | {name: getattr(fit, name) for name in more}))
 
 
@@ -297,7 +348,7 @@ def write_fit_page(fit: Fit, runs: Path, directory: Path, title: str) -> Path:
 
 def fit_parts(fit: Fit) -> list[Part]:
     """The page of a fit, the answer first."""
-    doubts = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
+    distrusted = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
     answer = [*(f"warning: {line}" for line in fit.warnings), choice_line(fit)]
     bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
     held = ""
@@ -327,7 +378,7 @@ def fit_parts(fit: Fit) -> list[Part]:
     rows = law_table(fit, fit.beyond)
     return [
         Part(title="Answer", lines=answer, style=""),
-        Part(title="Laws", rows=rows, lines=[*doubts, *_missing(fit)]),
+        Part(title="Laws", rows=rows, lines=[*distrusted, *_missing(fit)]),
         Part(title="Runs of equal FLOPs", figures=valleys),
         Part(title="Compute-optimal frontier", figures=frontiers),
         *([Part(title="Errors of the law", figures=errors)] if errors else []),

@@ -13,8 +13,8 @@ import numpy as np
 
 from foundation.errors import ConfigError, DataError
 from pretrain.scaling.fit import TITLES
-from pretrain.scaling.frontier import Line, fit_isoflop
-from pretrain.scaling.intervals import LEVEL, as_size
+from pretrain.scaling.frontier import Approach, Line, fit_isoflop
+from pretrain.scaling.intervals import LEVEL, as_loss, as_size
 from pretrain.scaling.law import FlopsLaw, Law, LawLine, fit_flops_law, refit
 from pretrain.scaling.plan import PlannedRun
 from pretrain.scaling.table import Array, Points
@@ -27,7 +27,8 @@ SWEEPS = 100
 def simulated_table(runs: Sequence[PlannedRun], target: float, noise: float) -> list[list[str]]:
     """Return heads and rows: N* and loss at `target` FLOPs with 95% of the simulated sweeps.
 
-    For the plan, without each budget, and with each budget's runs twice. `noise` is the relative
+    For the plan, without each budget, and with each budget's runs twice; the last row is of the law
+    itself. A loss that `fit` would not print is "-". `noise` is the relative
     standard deviation of a run's loss. ConfigError beyond reason.
     """
     if not (0 < target < np.inf and 0 < noise < 0.5):
@@ -47,12 +48,14 @@ def simulated_table(runs: Sequence[PlannedRun], target: float, noise: float) -> 
         flops_law = fit_flops_law(changed.parameters_P, changed.tokens_P, changed.flops_P)
         for key, answers_K2 in _answers(changed, flops_law, np.log(target), noise_KP[:, chosen_P]):
             ends = [50, 50 - LEVEL / 2, 50 + LEVEL / 2]
-            n_3, loss_3 = np.nanpercentile(answers_K2, ends, axis=0).T
+            n_3, loss_3 = np.percentile(answers_K2, ends, axis=0).T
             size = "{} [{}, {}]".format(*map(as_size, np.exp(n_3).tolist()))
-            loss = "{:.4f} [{:.4f}, {:.4f}]".format(*loss_3)
+            loss = "{} [{}, {}]".format(*map(as_loss, loss_3.tolist()))
             row = [name, f"{flops / total:.0%}", TITLES[key], size]
-            rows.append([*row, f"{np.exp(n_3[2] - n_3[1]):.2f}", loss])
-    return rows
+            rows.append([*row, f"{np.exp(n_3[2] - n_3[1]):.2f}", loss if loss_3[0] > 0 else "-"])
+    truth = LawLine(ASSUMED, fit_flops_law(points.parameters_P, points.tokens_P, points.flops_P))
+    size, loss = np.exp(truth.log_parameters(np.log(target))), truth.loss(np.log(target))
+    return [*rows, ["the law itself", "", "", as_size(float(size)), "", as_loss(float(loss))]]
 
 
 def _changes(budget_P: Array) -> Iterator[tuple[str, Array]]:
@@ -81,10 +84,11 @@ def _answers(
             lines["isoflop"].append(fit_isoflop(drawn).frontier)
     for key, fitted in lines.items():
         if len(fitted) > SWEEPS / 2:
-            yield (
-                key,
-                np.array([(x.log_parameters(log_target), x.loss(log_target)) for x in fitted]),
-            )
+            # As `fit` says no loss beyond budgets that show no floor, so do these.
+            answers = [Approach(key, "", None, line) for line in fitted]
+            losses = [answer.loss(log_target).value for answer in answers]
+            sizes = [float(line.log_parameters(log_target)) for line in fitted]
+            yield key, np.stack([sizes, losses], axis=1)
 
 
 def _points_of(runs: Sequence[PlannedRun]) -> Points:

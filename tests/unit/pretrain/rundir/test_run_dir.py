@@ -30,6 +30,7 @@ from pretrain.config.run import (
 from pretrain.rundir.events import (
     AttemptReason,
     Branched,
+    Forecast,
     Canceled,
     GaveUp,
     Interrupted,
@@ -265,6 +266,7 @@ EXAMPLES = [
     SettingsChanged(changes={"optim.steps": (10, 20)}, step=9),
     Requested(request="evaluate"),
     Branched(step=9, origin="/runs/tiny", windows=((4, 16),)),
+    Forecast(sha256="ab" * 32, file="card.yaml"),
     OutOfMemory(rank=3, micro_batch_lanes=8),
     Slowdown(step=4, seconds=20.1, rank=1),
     Slowdown(step=4, rank=2, seconds=1.0, ratio=2.25),

@@ -208,26 +208,27 @@ def test_a_plan_checks_rates_and_seeds_and_no_law_is_fitted_to_the_other_rates(t
     words = ("plan", tmp_path / "books.yaml", "--budgets", "1e14", "1e15", "--sizes", 3)
     assert command(*words, "--output", sweep) == 0
     said = capsys.readouterr().out
-    assert 0 < int(re.search(r"checks: 6 .* (\d+)%", said)[1]) < 60
+    assert 0 < int(re.search(r"checks: 10 .* (\d+)%", said)[1]) < 70
+    assert "2 budgets: 'scale fit' gives no interval" in said
     cells = read_sweep(sweep).cells
-    assert len(cells) == 6 + 2 * 2 + 2
+    assert len(cells) == 6 + 2 * 2 * 2 + 2, "both ends of both budgets, and two more seeds"
     rates = {cell.name: cell.facts["learning_rate"] for cell in cells}
     checks = [cell for cell in cells if "rate_factor" in cell.facts]
     for cell in checks:
         own = rates[cell.name.rpartition("-rate")[0]]
         assert rates[cell.name] == pytest.approx(own * cell.facts["rate_factor"], rel=1e-3)
         assert config_of(cell, sweep).optim.learning_rate == rates[cell.name]
-    assert sorted(config_of(cell, sweep).seed for cell in cells) == [1] * 10 + [2, 3]
+    assert sorted(config_of(cell, sweep).seed for cell in cells) == [1] * 14 + [2, 3]
     assert {config_of(cell, sweep).checkpoint.keep_last for cell in cells} == {1}
+    largest = [cell.name for cell in cells if cell.name + "-rate0.5" in rates][-1]
     for cell in cells:
-        gains = cell.name.startswith("c1e15") and "-rate0.5" in cell.name
-        is_middle = cell in checks or cell.name + "-rate0.5" in rates
-        loss = 2.94 if gains else 3.0 if is_middle else 3.1
+        gains = cell.name == largest + "-rate0.5"
+        loss = 2.94 if gains else 3.0 if cell in checks or cell.name + "-rate0.5" in rates else 3.1
         train_by_the_law(runs / cell.name, config_of(cell, sweep), loss=loss)
     assert command("collect", sweep, "--runs-dir", runs) == 0
     text = capsys.readouterr().out
-    assert len(re.findall(r"^rate x(0\.5|2) of c1e1", text, re.M)) == 4
-    assert "rate x0.5 of c1e15" in text
+    assert len(re.findall(r"^rate x(0\.5|2) of c1e1", text, re.M)) == 8
+    assert f"rate x0.5 of {largest}" in text
     assert text.count("loss -2.00%") == 1
     assert re.search(r"warning: .* 0\.5% .* c1e15", text)
     rows = read_rows(runs / "runs.csv")
@@ -342,6 +343,27 @@ def test_the_simulated_width_is_that_of_fits_to_drawn_losses(tmp_path, capsys, m
         # 30 draws tell a standard deviation to 13%, 50 sweeps the ends of 95% to as much.
         assert np.log(high / low) == pytest.approx(4 * np.std(sizes), rel=0.4)
         assert size_in(row[6]) == pytest.approx(np.exp(np.median(sizes)), rel=0.3)
+
+
+def test_a_simulated_loss_is_shown_where_fit_would_show_one_and_beside_the_truth(tmp_path, capsys):
+    path = tmp_path / "sweep.yaml"
+    flags = ("--budgets", *BUDGETS, "1e19", "--no-checks", "--simulate", TARGET)
+    assert simulate(path, *flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if " 2 IsoFLOP " in line]
+    assert [row[-1] == "-" for row in rows] == ["without" in row for row in rows]
+    (truth,) = (line.split() for line in lines if line.startswith("the law itself"))
+    (whole,) = (line.split() for line in lines if line.startswith("as it is") and " 3 " in line)
+    low, high = (float(text.strip("[],")) for text in whole[-2:])
+    assert low <= float(truth[-1]) <= high
+
+
+def test_trunks_of_far_budgets_are_refused_by_the_rule_with_what_works(tmp_path, capsys):
+    flags = ("--budgets", "3e19", "6e20", "--trunks", "--no-checks")
+    assert command("plan", SHIPPED, "--output", tmp_path / "sweep.yaml", *flags) == 2
+    error = capsys.readouterr().err
+    assert "--rule base" in error
+    assert "--tuned" in error
 
 
 @pytest.mark.parametrize(
