@@ -34,7 +34,7 @@ def highest_valley(points: Points) -> Valley | None:
 
 
 def errors_of(fit: Fit, approach: Approach, valley: Valley) -> tuple[float, ...]:
-    """Return errors of N* and loss at the valley, half widths of their intervals, all as logarithms."""
+    """Return logarithms: errors of N* and loss at the valley, half widths of their intervals."""
     size, _, loss = fit.optimum(approach, valley.budget)
     pairs = ((size, valley.parameters), (loss, valley.loss))
     errors = [math.log(interval.value / measured) for interval, measured in pairs]

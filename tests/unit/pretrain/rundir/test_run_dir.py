@@ -30,8 +30,8 @@ from pretrain.config.run import (
 from pretrain.rundir.events import (
     AttemptReason,
     Branched,
-    Forecast,
     Canceled,
+    Forecast,
     GaveUp,
     Interrupted,
     JobEnded,
