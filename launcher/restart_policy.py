@@ -143,7 +143,7 @@ def _reason(
         return AttemptReason.FINISHED
     if stop_requested or {EXIT_STOPPED} <= ends <= {0, EXIT_STOPPED}:
         return AttemptReason.STOP_REQUESTED
-    if EXIT_NODE_UNUSABLE in ends and can_requeue:  # without a requeue it counts against the run
+    if EXIT_NODE_UNUSABLE in ends and can_requeue:  # else it is an error that the user corrects
         return AttemptReason.NODE_UNUSABLE
     if EXIT_SITE_FAILED in ends:
         return AttemptReason.SITE_FAILED

@@ -320,7 +320,7 @@ def _pending(state: RunState, job: QueuedJob, records: Sequence[JobRecord]) -> R
     elif job.start not in _UNKNOWN_TIMES:
         reason += f", expected to start {job.start.replace('T', ' ')}"
     state = replace(state, nodes=(), seconds_left=None)
-    if state.state in (State.REQUEUED, State.PREEMPTED):  # with a reason from the ledger
+    if state.state in (State.REQUEUED, State.PREEMPTED):  # the ledger says why
         return replace(state, reason=f"{state.reason}; {reason}")
     if not state.attempts:
         return replace(state, state=State.QUEUED, reason=reason)
@@ -366,6 +366,6 @@ def _ended(state: RunState, ending: str) -> RunState:
         return replace(state, state=State.FAILED, reason=reason)
     detail = f" ({ending.lower()})" if ending else ": it is unknown to Slurm"
     reason = _FAILED.get(ending, f"its job has ended{detail}")
-    if state.state in (State.REQUEUED, State.PREEMPTED):  # with a reason from the ledger
+    if state.state in (State.REQUEUED, State.PREEMPTED):  # the ledger says why
         reason = f"{state.reason}; {reason}; 'launcher resume' continues the run"
     return replace(state, state=State.FAILED, reason=reason)

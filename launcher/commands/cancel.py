@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir, slurm = RunDir(arguments.run), Slurm()
     state, job = _own_state(run_dir, slurm)
     if job:
-        try:  # before Slurm cancels: the ranks' last events then follow this one
+        try:  # before Slurm cancels the job, so that the ranks' last events follow this one
             run_dir.ledger.append(Canceled(job=job, step=state.step))
         except OSError as error:  # a run whose storage fails can be canceled, too
             print(f"warning: not in the ledger: {os_error_text(error)}", file=sys.stderr)

@@ -196,7 +196,7 @@ class Slurm:
         return self._squeue("--user", str(os.geteuid()))
 
     def jobs(self, ids: Sequence[str]) -> list[QueuedJob]:
-        """Return these jobs as squeue reports them. It omits those that ended minutes ago, or never
+        """Return these jobs as squeue reports them. It omits jobs that ended minutes ago, or never
         existed."""
         ids = _job_numbers(ids)
         return self._squeue("-j", ",".join(ids)) if ids else []

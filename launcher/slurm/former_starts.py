@@ -95,7 +95,7 @@ def refusal_of_futile_starts(
 def attempts_without_progress(ledger: Sequence[Event], job: str) -> int:
     """Return how many attempts in a row, over all starts of this job, made no newer checkpoint.
 
-    Attempts that were lost with their supervisor count; those that were asked to stop do not.
+    Attempts that were lost with their supervisor count; attempts that were asked to stop do not.
     """
     count = 0
     for event in ledger:

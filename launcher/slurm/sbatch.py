@@ -291,7 +291,7 @@ def replaced_snapshot(run_dir: RunDir) -> Iterator[Snapshot]:
         if before.exists():
             move(before, snapshot.path)
         for path in reversed(made):
-            with contextlib.suppress(OSError):  # not empty
+            with contextlib.suppress(OSError):  # the directory is not empty
                 path.rmdir()
         raise
     shutil.rmtree(before, ignore_errors=True)

@@ -211,8 +211,8 @@ class SlurmRanks:
         ends.read_rest()
         log = self._srun_output()
         self.needs_new_start = NEEDS_NEW_START.search(log) is not None
-        # If a node failed, srun kills the ranks on other nodes and names only those. So the
-        # first failure is a rank of the failed node.
+        # If a node failed, srun kills the ranks on other nodes and names only these ranks. So a
+        # rank of the failed node is the first failure.
         lost = self._step.first_rank_of(failed_nodes(log))
         has_failure = lost is not None or any(end.is_failure for end in ends.by_rank.values())
         self.was_stopped = not has_failure and not self._was_ended_here and ended_from_outside(log)

@@ -65,15 +65,15 @@ def dumps(has_stacks: bool) -> Iterator[tuple[str, bytes]]:
 
 def _recorders() -> dict[str, list[Callable[..., bytes]]]:
     """Return the functions that may dump a backend's collectives; torch's version decides."""
-    of_nccl, of_hooks = (getattr(c10d, f"_dump_{name}_trace", None) for name in ("nccl", "fr"))
+    dump_nccl, dump_fr = (getattr(c10d, f"_dump_{name}_trace", None) for name in ("nccl", "fr"))
 
     def recorded_by(name: str, **options: bool) -> bytes:
         try:
-            return of_hooks(backend=name, **options) if of_hooks else b""
+            return dump_fr(backend=name, **options) if dump_fr else b""
         except TypeError:  # older versions know gloo's alone
-            return of_hooks(**options) if of_hooks and name == "gloo" else b""
+            return dump_fr(**options) if dump_fr and name == "gloo" else b""
 
     nccl: list[Callable[..., bytes]] = [partial(recorded_by, "nccl2")]
-    if of_nccl:  # the process group of older versions, and of TORCH_DIST_USE_NCCL2=0
-        nccl.append(of_nccl)
+    if dump_nccl:  # the process group of older versions, and of TORCH_DIST_USE_NCCL2=0
+        nccl.append(dump_nccl)
     return {"nccl": nccl, "gloo": [partial(recorded_by, "gloo")]}

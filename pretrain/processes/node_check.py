@@ -51,14 +51,14 @@ DISK_BYTES = 64 << 20
 REDUCED_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 REPETITIONS = 5
 MATMUL_SECONDS = 1.0  # the best product counts: a short burst of another process is not a fault
-LOOK_SECONDS = 120.0
+LOOK_SECONDS = 120.0  # the limit for a rank to measure alone
 # A network file system shows a new name up to a minute late, and to some hosts before others.
 MEETING_SECONDS = 75.0
 MEETING = datetime.timedelta(seconds=MEETING_SECONDS)
 GROUP_TIMEOUT = datetime.timedelta(seconds=15)  # for a group to connect, and for each exchange
 LINK_SECONDS = MEETING_SECONDS + 3 * GROUP_TIMEOUT.total_seconds()
 MOST_WARNINGS = 2
-LOST_SECONDS = 600.0  # without a message from the launcher
+LOST_SECONDS = 600.0  # a rank exits after this long without a file from the launcher
 _POLL_SECONDS = 0.05
 
 
@@ -76,7 +76,7 @@ def main() -> int:
         write_json(out / measurement_file(rank), asdict(unmeasured(rank, str(error))))
         return 0
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    if not in_child(lambda: _look(world, out), LOOK_SECONDS):
+    if not in_child(lambda: _measure_alone(world, out), LOOK_SECONDS):
         problem = f"measuring its device hung or crashed within {LOOK_SECONDS:.0f} s"
         write_json(out / measurement_file(rank), asdict(unmeasured(rank, problem)))
     number, deadline = 0, time.monotonic() + LOST_SECONDS
@@ -91,7 +91,7 @@ def main() -> int:
         groups = read_json(out / round_file(number))["groups"]
         for group in groups:
             if world.rank in group:
-                _measure(world, group, out, number)
+                _measure_in_group(world, group, out, number)
         number, deadline = number + 1, time.monotonic() + LOST_SECONDS
     print(f"error: no message from the launcher for {LOST_SECONDS:.0f} s", file=sys.stderr)
     return 2
@@ -111,7 +111,7 @@ def in_child(work: Callable[[], None], seconds: float) -> bool:
     return child.exitcode == 0
 
 
-def _look(world: World, out: Path) -> None:
+def _measure_alone(world: World, out: Path) -> None:
     try:
         measured = measure_rank(world, out)
     except (UserError, RuntimeError) as error:
@@ -119,7 +119,7 @@ def _look(world: World, out: Path) -> None:
     write_json(out / measurement_file(world.rank), asdict(measured))
 
 
-def _measure(world: World, group: Sequence[int], out: Path, number: int) -> None:
+def _measure_in_group(world: World, group: Sequence[int], out: Path, number: int) -> None:
     result = out / link_file(number, world.rank)
     port_file = out / f"round-{number:03d}-port-{group[0]:05d}.json"
     with tempfile.TemporaryDirectory() as directory:

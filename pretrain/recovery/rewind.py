@@ -104,7 +104,7 @@ class SpikeDetector:
         return Spike(first_step=steps[-1], last_step=steps[0]) if steps else None
 
     def observe(self, lines: Iterable[Mapping[str, Any]]) -> Spike | None:
-        """Return the spike that lines of metrics.jsonl complete."""
+        """Take lines of metrics.jsonl; return the spike that they complete, if they do."""
         spike = None
         for line in lines:
             # An fp16 overflow only means that the loss scale is too large for this step.

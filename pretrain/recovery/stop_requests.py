@@ -70,7 +70,7 @@ class StopRequest:
         self.count = 0  # signals that this rank was sent
         self._interrupted = -math.inf  # when the last SIGINT came
         self._exchanges = BackgroundExchanges()
-        self._answer: Callable[[], Agreement] = Agreement  # to the last `raise_if_requested`
+        self._answer: Callable[[], Agreement] = Agreement  # to what `raise_if_requested` asked last
         self._previous = {
             number: signal.signal(number, self._handle)
             for number in STOP_SIGNALS

@@ -19,7 +19,7 @@ from pretrain.errors import CheckpointError
 from pretrain.rundir.run_dir import RunDir
 
 MAX_SHOWN = 5
-STATE_TOLERANCE = 1e-4  # that fraction, for states in fp32; about 1e-6 was measured
+STATE_TOLERANCE = 1e-4  # a fraction of the first norm, for fp32; about 1e-6 was measured
 COUNTERS = ("step", "tokens_seen", "optimizer_steps", "loss_scale")
 
 

@@ -130,7 +130,7 @@ def read_measurements(path: Path) -> Iterator[dict[str, Any]]:
 def cut_measurements_after(path: Path, step: int) -> int:
     """Remove every measurement after `step` and every damaged line; return how many lines.
 
-    A resumed run makes those steps again, so that each is measured once in the end.
+    A resumed run makes these steps again, so in the end each is measured once.
     """
     lines = list(_read(path))
     kept = [(line, read) for line, read in lines if read and read["step"] <= step]
