@@ -245,7 +245,7 @@ def disagreement(fit: Fit, flops: float) -> float:
     return float(np.exp(np.ptp(finite))) if len(finite) else 1.0
 
 
-def differing_losses(fit: Fit, flops: float) -> str:
+def loss_disagreement(fit: Fit, flops: float) -> str:
     """Return how the laws' losses at C FLOPs differ, also of laws in doubt; empty up to 1%."""
     rivals = [law for law in fit.approaches if law.key != "lowest"]  # its losses are of single runs
     losses = {law.title: fit.optimum(law, flops)[2].value for law in rivals}

@@ -34,7 +34,7 @@ SAME_FLOPS = 1.1  # times the forecast ones, either way: a run of other FLOPs is
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class ForecastCard:
     """A forecast: of the best run of C FLOPs, or with `is_of_run` of one size and tokens."""
 
     format: int
@@ -69,13 +69,13 @@ class Grade:
     is_inside: bool
 
 
-def make_card(fit: Fit, approach: Approach, table: Path, flops: float) -> Card:
+def make_card(fit: Fit, approach: Approach, table: Path, flops: float) -> ForecastCard:
     """Return the forecast of the best run of so many FLOPs."""
     size, tokens, loss = fit.optimum(approach, flops)
     return _card(fit, approach, table, flops, (size, tokens, loss), is_of_run=False)
 
 
-def make_run_card(fit: Fit, table: Path, parameters: float, tokens: float) -> Card:
+def make_run_card(fit: Fit, table: Path, parameters: float, tokens: float) -> ForecastCard:
     """Return the forecast of one run; ConfigError without a law of N and D."""
     law = law_of_runs(fit)
     flops = float(np.exp(fit.flops_law.log_flops(np.log(parameters), np.log(tokens))))
@@ -92,7 +92,7 @@ def _card(
     answer: Sequence[Interval],
     *,
     is_of_run: bool,
-) -> Card:
+) -> ForecastCard:
     size, tokens, loss = answer
     if not math.isfinite(loss.low):
         why = law.no_interval or "the loss is not forecast so far from the runs"
@@ -100,7 +100,7 @@ def _card(
             f"{law.title} gives no interval of the loss at {flops:.3g} FLOPs, and a forecast needs "
             f"one: {why}; add budgets, or name another --law"
         )
-    return Card(
+    return ForecastCard(
         format=FORMAT,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         code=code_version(),
@@ -118,16 +118,16 @@ def _card(
     )
 
 
-def write_card(card: Card, path: Path) -> None:
+def write_card(card: ForecastCard, path: Path) -> None:
     """Write a card; an existing file is an error: what is forecast does not change."""
     about = f"# A forecast: loss {shown(card.loss, as_loss)} at {card.flops:.3g} FLOPs.\n"
     write_new(path, about + dump_yaml(to_tree(card)))
 
 
-def read_card(path: Path) -> Card:
+def read_card(path: Path) -> ForecastCard:
     """Return a card; DataError for any other file."""
     try:
-        card = from_tree(Card, read_tree(path), is_finite=True)
+        card = from_tree(ForecastCard, read_tree(path), is_finite=True)
     except InvalidValue as error:
         raise DataError(f"{path} is no forecast card: {error}") from None
     if card.format != FORMAT:
@@ -192,7 +192,7 @@ def _grade_path(card: Path) -> Path:
     return card.with_suffix(".grade.json")
 
 
-def card_lines(card: Card) -> list[str]:
+def card_lines(card: ForecastCard) -> list[str]:
     """Describe a card."""
     run = f"N {shown(card.parameters, as_size)}, D {shown(card.tokens, as_size)}"
     if card.is_of_run:
@@ -204,7 +204,7 @@ def card_lines(card: Card) -> list[str]:
     ]
 
 
-def grade_lines(card: Card, grade: Grade) -> list[str]:
+def grade_lines(card: ForecastCard, grade: Grade) -> list[str]:
     """Describe how a forecast came out."""
     error = "" if grade.standard_error is None else f" ± {grade.standard_error:.4f}"
     signed = (
@@ -217,7 +217,7 @@ def grade_lines(card: Card, grade: Grade) -> list[str]:
     ]
 
 
-def read_grades(directory: Path) -> list[tuple[str, Card, Grade | None]]:
+def read_grades(directory: Path) -> list[tuple[str, ForecastCard, Grade | None]]:
     """Return name, card and grade (None if not graded yet) of every card in a directory.
 
     A grade of a card that was changed afterwards is an error.
@@ -232,7 +232,7 @@ def read_grades(directory: Path) -> list[tuple[str, Card, Grade | None]]:
     return graded
 
 
-def grades_table(graded: Sequence[tuple[str, Card, Grade | None]]) -> list[list[str]]:
+def grades_table(graded: Sequence[tuple[str, ForecastCard, Grade | None]]) -> list[list[str]]:
     """Heads and a row per card."""
     rows = [["forecast", "law", "times", "loss forecast", "measured", "error", "inside", "signed"]]
     for name, card, grade in graded:
@@ -244,7 +244,7 @@ def grades_table(graded: Sequence[tuple[str, Card, Grade | None]]) -> list[list[
     return rows
 
 
-def coverage_line(graded: Sequence[tuple[str, Card, Grade | None]]) -> str:
+def coverage_line(graded: Sequence[tuple[str, ForecastCard, Grade | None]]) -> str:
     """Compare the claimed coverage with the measured one."""
     grades = [grade for _, _, grade in graded if grade]
     if not grades:

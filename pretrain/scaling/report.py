@@ -35,7 +35,6 @@ from pretrain.scaling.fit import (
     SIZE_OFF,
     TITLES,
     Fit,
-    differing_losses,
     doubts,
     law_of_runs,
     loss_interval,
@@ -125,7 +124,7 @@ def answer_lines(fit: Fit, flops: float, asked: Approach | None = None) -> list[
             f"  {free.title}, which lets the exponents differ: N* {shown(size, as_size)}, loss "
             f"{shown(loss, as_loss)}"
         )
-    if differing := differing_losses(fit, flops):
+    if differing := loss_disagreement(fit, flops):
         lines.append(f"  {differing}")
     lines += [*backtest_lines(fit, law), *(f"doubt: {why}" for why in doubts(fit, flops, law))]
     return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
