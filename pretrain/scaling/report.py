@@ -37,6 +37,7 @@ from pretrain.scaling.fit import (
     Fit,
     doubts,
     law_of_runs,
+    loss_disagreement,
     loss_interval,
 )
 from pretrain.scaling.fit_charts import frontier_chart, residuals_chart, sizes_chart, valleys_chart
