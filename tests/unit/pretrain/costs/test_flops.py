@@ -211,6 +211,7 @@ def test_stage_3_sums_a_ranks_part_of_the_gradients_in_float32(segments, of_weig
         ("pre", ("deltanet",), {"activation_checkpointing": "full"}),
         ("pre", (), {"activation_checkpointing": "selective"}),
         ("post", ("deltanet",), {"activation_checkpointing": "selective"}),
+        ("post", ("mamba2",), {"activation_checkpointing": "selective"}),
         ("post", (), {"logits_chunk_tokens": 9}),
     ],
     ids=str,

@@ -21,7 +21,7 @@ from pretrain.config.mixer import kinds_here, mixer_facts
 from pretrain.config.model import ModelConfig
 from pretrain.mixers import check
 from pretrain.mixers.deltanet import module as deltanet
-from pretrain.mixers.kda.module import KimiDeltaAttention
+from pretrain.model.layer import mixer_class
 from pretrain.model.recurrent_parts import convolved
 from tests.helpers.checkout import ROOT
 
@@ -30,6 +30,8 @@ SUBJECTS: list[tuple[str, dict[str, Any]]] = [
     ("attention", {"positions": "rope", "query_key_norm": True, "norm_position": "post"}),
     ("deltanet", {"num_heads": 4, "d_model": 16, "mixers": {"deltanet": {
         "key_width": 24, "value_width": 20, "key_heads": 1, "largest_write": 2.0}}}),
+    ("mamba2", {"num_heads": 2, "d_model": 8, "mixers": {"mamba2": {
+        "state_width": 6, "groups": 2}}}),
 ]  # fmt: skip
 # What a layer gets: the forward pass itself, segment, state, tail and documents.
 Leak = Callable[[Any, Any, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
@@ -215,34 +217,82 @@ def channels_of(x: Tensor, weight: Tensor, bias: Any = 0.0) -> Tensor:
     return silu(torch.stack(sums) + bias)
 
 
-def kda_by_definition(layer: Any, x: Tensor, heads: int, width: int) -> Tensor:
+def delta_by_definition(layer: Any, x: Tensor, heads: int, keys: int, most: float = 1.0) -> Tensor:
+    """The gated delta rule of heads with keys of this width, or with a decay for each channel."""
     w = [getattr(layer, f"{name}_weight") for name in ("query", "key", "value", "decay", "write")]
     mixed = channels_of(torch.cat([x @ each.T for each in w[:3]], 1), layer.convolution_weight)
-    q, k, v = (each.reshape(len(x), heads, width) for each in mixed.chunk(3, dim=1))
-    q, k = normed(q) * width**-0.5, normed(k)
-    gates = softplus(x @ w[3].T + layer.decay_bias, threshold=100).reshape(len(x), heads, width)
+    q, k, v = mixed.split([len(each) for each in w[:3]], dim=1)
+    q, k, v = (
+        each.reshape(len(x), -1, width)
+        for each, width in ((q, keys), (k, keys), (v, len(w[2]) // heads))
+    )
+    q, k, own = normed(q) * keys**-0.5, normed(k), heads // q.shape[1]
+    gates = softplus(x @ w[3].T + layer.decay_bias, threshold=100).reshape(len(x), heads, -1)
     alpha = (-layer.decay_rate.exp()[:, None] * gates).exp()
-    beta, read = (x @ w[4].T).sigmoid(), torch.zeros(len(x), heads, width).double()
+    beta, read = most * (x @ w[4].T).sigmoid(), torch.zeros_like(v)
     for n in range(heads):
-        S = torch.zeros(width, width).double()
+        S = torch.zeros(keys, v.shape[-1]).double()
         for t in range(len(x)):
-            S = torch.diag(alpha[t, n]) @ S
-            S = S + beta[t, n] * torch.outer(k[t, n], v[t, n] - S.T @ k[t, n])
-            read[t, n] = S.T @ q[t, n]
-    gate = (x @ layer.gate_weight.T).sigmoid()
+            key = k[t, n // own]
+            S = alpha[t, n][:, None] * S
+            S = S + beta[t, n] * torch.outer(key, v[t, n] - S.T @ key)
+            read[t, n] = S.T @ q[t, n // own]
+    gate = x @ layer.gate_weight.T
+    gate = gate.sigmoid() if alpha.shape[-1] > 1 else silu(gate)
     return (layer.output_norm(read).flatten(1) * gate) @ layer.output_weight.T
 
 
+def mamba_by_definition(layer: Any, x: Tensor, heads: int, width: int) -> Tensor:
+    weights = [getattr(layer, f"{name}_weight") for name in ("value", "key", "query")]
+    mixed = torch.cat([x @ each.T for each in weights], 1)
+    mixed = channels_of(mixed, layer.convolution_weight, layer.convolution_bias)
+    v, B, C = mixed.split([len(each) for each in weights], dim=1)
+    v, B, C = (
+        v.reshape(len(x), heads, -1),
+        B.reshape(len(x), -1, width),
+        C.reshape(len(x), -1, width),
+    )
+    step = softplus(x @ layer.step_weight.T + layer.step_bias, threshold=100)
+    decay, read, own = (
+        (-layer.decay_rate.exp() * step).exp(),
+        torch.zeros_like(v),
+        heads // B.shape[1],
+    )
+    for n in range(heads):
+        S = torch.zeros(width, v.shape[-1]).double()
+        for t in range(len(x)):
+            S = decay[t, n] * S + step[t, n] * torch.outer(B[t, n // own], v[t, n])
+            read[t, n] = S.T @ C[t, n // own] + layer.skip[n] * v[t, n]
+    gated = read.flatten(1) * silu(x @ layer.gate_weight.T)
+    root = (gated.square().mean(1, keepdim=True) + 1e-5).sqrt()
+    return (gated / root * layer.output_norm.gain) @ layer.output_weight.T
+
+
+WIDE = {"key_width": 5, "value_width": 3, "key_heads": 2, "largest_write": 2.0}
+DEFINITIONS: list[tuple[str, dict[str, Any], Callable[..., Tensor]]] = [
+    ("kda", {}, lambda layer, x: delta_by_definition(layer, x, 4, 6)),
+    ("deltanet", {}, lambda layer, x: delta_by_definition(layer, x, 4, 6)),
+    ("deltanet", WIDE, lambda layer, x: delta_by_definition(layer, x, 4, 5, most=2.0)),
+    ("mamba2", {}, lambda layer, x: mamba_by_definition(layer, x, 8, 12)),
+    (
+        "mamba2",
+        {"state_width": 5, "groups": 4},
+        lambda layer, x: mamba_by_definition(layer, x, 8, 5),
+    ),
+]
+
+
 @torch.no_grad()
-def test_a_layer_computes_its_papers_recurrence():
-    sizes = {"d_model": 10, "num_heads": 3, "d_head": 4, "layer_kinds": ("kda",)}
-    model = ModelConfig(vocab_size=8, num_layers=1, **sizes)
-    layer, numbers = KimiDeltaAttention(model, 0).double(), torch.Generator().manual_seed(5)
+@pytest.mark.parametrize(("kind", "settings", "definition"), DEFINITIONS)
+def test_a_layer_computes_its_papers_recurrence(kind, settings, definition):
+    sizes = {"d_model": 10, "num_heads": 4, "d_head": 6, "layer_kinds": (kind,)}
+    model = ModelConfig(vocab_size=8, num_layers=1, **sizes, mixers={kind: settings})
+    layer, numbers = mixer_class(kind)(model, 0).double(), torch.Generator().manual_seed(5)
     for parameter in layer.parameters():
         parameter.add_(0.3 * torch.randn(parameter.shape, generator=numbers).double())
     x_BLD = torch.randn(2, 100, 10, generator=numbers).double()
-    parts = [torch.zeros(2, *each.shape).double() for each in mixer_facts("kda").states(model)]
-    expected = torch.stack([kda_by_definition(layer, x_LD, 3, 4) for x_LD in x_BLD])
+    parts = [torch.zeros(2, *each.shape).double() for each in mixer_facts(kind).states(model)]
+    expected = torch.stack([definition(layer, x_LD) for x_LD in x_BLD])
     torch.testing.assert_close(layer(x_BLD, *parts, None)[0], expected, rtol=1e-10, atol=1e-10)
 
 

@@ -1,0 +1,1 @@
+"""Mamba-2: a state that decays by a rate of each token."""
