@@ -1,6 +1,7 @@
 """The input files of a build, in an order that depends only on their names."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,11 @@ def _sources_under(
     root: Path, is_one_of_many: bool, config: CorpusConfig, report: Report, is_validation: bool
 ) -> list[SourceFile]:
     if not root.exists():
-        raise DataError(f"input {root} does not exist; give a file or folder of text")
+        is_url = re.match(r"\w+:/", str(root))
+        advice = (
+            "a build reads no URLs: copy it first" if is_url else "give a file or folder of text"
+        )
+        raise DataError(f"input {root} does not exist; {advice}")
     if not root.is_dir():
         if not root.is_file():
             raise _not_a_file(root)

@@ -66,7 +66,7 @@ FLAGS: dict[Kind, str] = {
     "gpu gpu_memory gpu_flops mfu seeds",
     "rates": "rates seeds",
     "lengths": "segments memories seeds",
-    "variants": "",
+    "variants": "flops seeds",
 }
 
 
@@ -100,6 +100,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("lengths: the experiment at equal tokens and equal FLOPs")
     group.add_argument("--segments", type=tokens, **some, metavar="T", help="tokens of a segment")
     group.add_argument("--memories", type=tokens, **some, metavar="M", help="tokens of memory")
+    add = parser.add_argument_group("variants: a comparison's file").add_argument
+    add(
+        "--flops", type=flops, metavar="C", help="training FLOPs of every run (default: the file's)"
+    )
     parser.set_defaults(get_default=parser.get_default)
     add_json(parser)
 
@@ -111,6 +115,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     comparison = None
     if kind == "variants":
         comparison = read_comparison(file, overrides)
+        own = {name: getattr(arguments, name) for name in ("flops", "seeds")}
+        given = {name: value for name, value in own.items() if value}
+        comparison = replace(comparison, **given)
         file, overrides = find_config(file.parent / comparison.experiment), comparison.settings
         name = comparison.name
         if not file.exists():

@@ -30,7 +30,7 @@ def advice_on(path: Path) -> str:
     if cells := runs_below(path):
         shown = ", ".join(map(str, cells[:_MOST_SHOWN]))
         more = ", ..." if len(cells) > _MOST_SHOWN else ""
-        return f"it is a sweep; its runs are {shown}{more} (name one)"
+        return f"its runs are {shown}{more} (name one)"
     runs = [run.name for folder in (path.parent, RUNS) for run in runs_below(folder)]
     hint = did_you_mean(path.name, [name for name in runs if name != str(path)])
     return hint.removeprefix("; ") if "did you mean" in hint else "check the path or start a run"

@@ -137,6 +137,11 @@ def _overridden(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
     merge(tree, given)
     if (kinds := tree["model"]["layer_kinds"]) and "num_layers" not in given["model"]:
         tree["model"]["num_layers"] = len(kinds) * max(1, round(run.model.num_layers / len(kinds)))
+    own, width = given.get("model", {}), tree["model"]["d_model"]
+    if "d_model" in own and not own.keys() & {"num_heads", "d_head"}:  # heads about as wide
+        most = max(1, width // run.model.head_width)
+        even = (heads for heads in range(most, 1, -1) if width % (2 * heads) == 0)
+        tree["model"]["num_heads"] = next(even, 1)
     return parse_config(RunConfig, tree, "command line")
 
 

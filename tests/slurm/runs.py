@@ -106,7 +106,7 @@ class SlurmRun:
 
     def wait_for_checkpoint(self, step: int) -> None:
         """Until it is published: on a busy machine the next one may come before a test goes on."""
-        self.until(lambda: step in self._published())
+        self.until(lambda: step in self.published())
 
     def wait_for_end(self, reason: JobEndReason, count: int = 1) -> None:
         """Until `count` starts of the job have ended for this reason."""
@@ -167,11 +167,11 @@ class SlurmRun:
         """SIGKILL to rank 0 in the middle of writing a checkpoint: begun, not published."""
         victim = self.process_of(0)
         while True:
-            before = self._published()
+            before = self.published()
             while not list(self.dir.checkpoints.glob(".partial-*")):
                 time.sleep(0.0005)
             os.kill(victim, signal.SIGSTOP)
-            if list(self.dir.checkpoints.glob(".partial-*")) and self._published() == before:
+            if list(self.dir.checkpoints.glob(".partial-*")) and self.published() == before:
                 os.kill(victim, signal.SIGKILL)
                 return
             os.kill(victim, signal.SIGCONT)  # too late for this one
@@ -184,7 +184,7 @@ class SlurmRun:
         problems = differing_losses(other.dir, self.dir)
         assert not problems, difference_lines(problems)
 
-    def _published(self) -> list[int]:
+    def published(self) -> list[int]:
         return steps_on_disk(self.dir.checkpoints)
 
     def _num_ranks(self) -> int:

@@ -58,6 +58,7 @@ def test_input_may_be_repeated_and_takes_paths_and_overrides_in_any_order(tmp_pa
         (["build"], "--input"),
         (["build", "--output=o"], "--input"),
         (["build", "--input=nowhere", "--output=o"], "nowhere"),
+        (["build", "--input=s3://bucket/x", "--output=o"], "copy it first"),
         (["build", "--input=i", "--output=o", "suffixes=[.zip]"], ".zip"),
         (["build", "nowhere.yaml"], "nowhere.yaml"),
         (["build", "i", "--output=o"], "i is a"),

@@ -270,6 +270,8 @@ def test_settings_of_the_command_line_are_in_the_file_and_the_size_is_as_asked(s
     assert (found.optim.name, found.optim.schedule.decay_steps) == ("muon", 7)
     six = new_experiment("mine", text, 3e6, overrides=["model.num_layers=6"])
     assert six.model.num_layers == 6
+    narrow = new_experiment("mine", text, 3e6, overrides=["model.d_model=36"]).model
+    assert narrow.num_heads * narrow.head_width == 36
 
 
 @pytest.mark.parametrize("steps", [20, 300, 20_000])

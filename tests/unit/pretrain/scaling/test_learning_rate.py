@@ -230,6 +230,14 @@ def compare(directory: Path, text: str, *overrides: str) -> int:
     return command("plan", directory / "two.yaml", *output, *overrides)
 
 
+def test_flags_give_a_comparison_other_flops_and_seeds(tmp_path):
+    assert compare(tmp_path, TWO, "--flops", "1.6e8", "--seeds", "7", "9") == 0
+    names = [cell.name for cell in read_sweep(tmp_path / "sweep.yaml").cells]
+    assert len(names) == 8
+    assert {name.split("-")[0] for name in names} == {"c1.6e08"}
+    assert {name.split("-")[-1] for name in names} == {"s7", "s9"}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
