@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.weights.export import write_export
 
 PAGE = Path(__file__).parents[4] / "docs" / "python.md"
+NOTEBOOK = PAGE.parents[1] / "examples" / "memory.py"
 TEXT = "entry 7: naïve → words that are scored over several segments\n" * 3
 
 
@@ -53,6 +55,23 @@ def test_the_page_loads_scores_and_generates(corpus, tmp_path, monkeypatch, caps
     assert (following.tokens_BL[:, 0] == last.targets_BL[:, -1]).all()
     assert names["nll"].shape == (2, 16)
     assert names["memory"][0].shape == (2, 24, 16)
+
+
+def test_the_notebook_reads_documents_in_pieces_with_memory_and_without(corpus, tmp_path):
+    model = ModelConfig(vocab_size=320, num_layers=2, d_model=16, num_heads=2, memory_length=24)
+    model = replace(model, init_std=0.5)  # untrained, a memory should move the loss all the same
+    config = RunConfig(model=model, data=DataConfig(segment_length=16))
+    module = TransformerXL(model)
+    write_export(tmp_path / "run", module, config, 7, corpus.directory.parent)
+    words = [NOTEBOOK, tmp_path / "run", corpus.directory.parent, tmp_path / "memory.png"]
+    run = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    said = re.search(r"([\d,]+) tokens: loss ([\d.]+) with memory, ([\d.]+) without", run.stdout)
+    assert said
+    documents = corpus.num_documents
+    assert int(said[1].replace(",", "")) == corpus.num_tokens - documents
+    assert said[2] != said[3]
+    assert (tmp_path / "memory.png").stat().st_size > 5000
 
 
 def test_the_names_of_the_packages_are_there_and_importing_them_loads_nothing_heavy():
