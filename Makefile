@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv lock site demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states power-real golden mutants coverage chaos bench gpu gpu-bundle test-gpu
+.PHONY: help venv venv-hybrids lock site demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states power-real golden mutants coverage chaos bench gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -37,10 +37,11 @@ $(DEV_STAMP): requirements-dev.lock $(STAMP)
 COMPILE = $(BIN)/uv pip compile --universal --python-version 3.10 --generate-hashes \
 	--no-header --no-annotate --quiet $(UPGRADE)
 
-lock: $(STAMP)  ## pin the versions and hashes of the three lock files again
+lock: $(STAMP)  ## pin the versions and hashes of the four lock files again
 	$(COMPILE) pyproject.toml --extra parquet -o requirements.lock
 	$(COMPILE) pyproject.toml --extra dev --constraint requirements.lock -o requirements-dev.lock
 	echo uv | $(COMPILE) - -o requirements-uv.lock
+	printf "transformers==5.24.*\nnumpy<2.2\n" | $(subst 3.10,3.11,$(COMPILE)) - -o requirements-hybrids.lock
 
 # Stories to read, and to run by hand line by line: settings such as CORPUS=DIR reach them through the environment.
 EXAMPLE = bash -ex examples/$@.sh
@@ -73,10 +74,16 @@ test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of i
 	python -m pytest -q -m "not gpu and not slurm" -n $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder --durations=10
 
+HYBRIDS := build/transformers-hybrids
+venv-hybrids: $(STAMP)  ## transformers 5 for models of others, in build/transformers-hybrids, to be set as PYTHONPATH
+	uv pip install -q --python $(BIN)/python --no-deps --target $(HYBRIDS) -r requirements-hybrids.lock
+	@echo 'export PYTHONPATH=$(CURDIR)/$(HYBRIDS)'
+
 NEWER := build/transformers-5
-test-transformers: $(DEV_STAMP)  ## exports with transformers 5 in place of the locked 4.57
+test-transformers: $(DEV_STAMP) venv-hybrids  ## exports and models of others with transformers 5.23 and 5.24 in place of 4.57
 	uv pip install -q --target $(NEWER) 'transformers==5.23.*' 'numpy<2.2'
-	PYTHONPATH=$(abspath $(NEWER)) python -m pytest -q tests/integration/test_huggingface.py
+	PYTHONPATH=$(abspath $(NEWER)) python -m pytest -q tests/integration/test_huggingface.py tests/integration/test_hybrids.py
+	PYTHONPATH=$(abspath $(HYBRIDS)) python -m pytest -q tests/integration/test_hybrids.py
 
 OLDEST := .venv-oldest
 test-oldest: $(STAMP)  ## worlds and ZeRO stages in turn on the oldest torch that pyproject.toml takes, in .venv-oldest

@@ -12,6 +12,7 @@ with ExitWhenInterrupted():
 
 SUMMARIES = {
     "new": "write a commented experiment for a corpus, which runs as it is",
+    "adopt": "write an experiment that trains a checkpoint of Hugging Face, with carried state",
     "train": "train or resume a run as one rank; 'launcher local' starts several",
     "branch": "begin a new run with a checkpoint of another one and other settings from there on",
     "evaluate": "measure loss at any memory length, and how far back models use context",

@@ -67,8 +67,10 @@ from pretrain.evaluation.training_evaluation import (
 )
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
+from pretrain.model.adopted import LanguageModel
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.transformers_modules import build_adopted
 from pretrain.processes.device import check_tiles, set_determinism, with_precision_of_run
 from pretrain.processes.flight_recorder import set_trace_files, write_last_collectives
 from pretrain.processes.leaving import end_at_once, end_process
@@ -468,7 +470,7 @@ def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
     """
     torch.manual_seed(config.seed)
     engine = config.engine
-    build = partial(
+    build: Callable[[], LanguageModel] = partial(
         TransformerXL,
         config.model,
         engine.activation_checkpointing,
@@ -476,6 +478,8 @@ def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
         engine.logits_chunk_tokens,
         engine.compile,
     )
+    if config.model.adopted:
+        build = partial(build_adopted, config.model)
     with contextlib.nullcontext() if draws else WithoutDrawing():
         built = _engine_of_kind(config, build, world)
     if not config.optim.ema_decay:
@@ -483,7 +487,7 @@ def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
     return EmaEngine(built, config.optim.ema_decay)
 
 
-def _engine_of_kind(config: RunConfig, build: Callable[[], TransformerXL], world: World) -> Engine:
+def _engine_of_kind(config: RunConfig, build: Callable[[], LanguageModel], world: World) -> Engine:
     slots = accumulation_steps(config, world.world_size)
     match config.engine.kind:
         case "torch":

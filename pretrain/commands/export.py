@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from foundation.errors import ConfigError
 from foundation.settings import assert_never
 from pretrain.config.model import ExportFormat
 from pretrain.rundir.run_dir import RunDir
@@ -44,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     export_format: ExportFormat = arguments.format
     match export_format:
         case "own":
+            if trained.config.model.adopted:
+                raise ConfigError("an adopted model is exported with --format huggingface")
             write_export(arguments.output, trained.module, trained.config, trained.step, home)
         case "huggingface":
             _write_huggingface(arguments, trained, tokenizer)
@@ -57,10 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _write_huggingface(
     arguments: argparse.Namespace, trained: TrainedModel, tokenizer: Tokenizer
 ) -> None:
-    from pretrain.weights.export import is_export
+    from pretrain.model.adopted import AdoptedModel
+    from pretrain.weights.export import is_export, new_directory
     from pretrain.weights.huggingface.export import write_huggingface
     from pretrain.weights.huggingface.tokenizer_files import tokenizer_files
 
+    module, source = trained.module, trained.config.initial_weights
+    if isinstance(module, AdoptedModel) and source:
+        from pretrain.weights.adopted import write_back
+
+        with new_directory(arguments.output) as beside:
+            write_back(beside, module, source)
+        return
     evaluation = None
     if not is_export(arguments.run):
         lines = RunDir.open(run_step(arguments.run).run).read_metrics()

@@ -51,7 +51,10 @@ def lane_parts(model: ModelConfig, memory_length: int | None = None) -> LanePart
         shared.append(LanePart(name="compressed_documents", kind="documents", length=compressed))
     waiting = _waiting(model, length)
     shared.append(LanePart(name="documents", kind="documents", length=length, waiting=waiting))
-    layers = tuple(_layer_parts(model, *numbered) for numbered in enumerate(lengths))
+    if facts := model.facts:
+        layers = tuple(facts.layer_parts(model.num_layers, length))
+    else:
+        layers = tuple(_layer_parts(model, *numbered) for numbered in enumerate(lengths))
     return LaneParts(layers, tuple(shared), is_forgotten=length == 0 < model.longest_memory)
 
 

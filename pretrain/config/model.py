@@ -16,6 +16,7 @@ from typing import Any, Literal
 from data_pipeline.config import LARGEST_VOCABULARY, MOST_ROWS
 from foundation.errors import ConfigError, shown
 from foundation.settings import Range, check_ranges, setting
+from pretrain.config.adopted import AdoptedFacts, adopted_facts
 from pretrain.config.mixer import Mixer, mixer_facts
 
 FeedForwardKind = Literal["relu", "relu2", "gelu", "swiglu"]
@@ -33,6 +34,8 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 AttentionKernel = Literal["auto", "sdpa", "atomic", "plain"]
 ExportFormat = Literal["own", "huggingface"]
 ProbeName = Literal["needle", "copy", "position", "attention"]
+# Settings that an adopted model has; its config.json decides all others.
+_OF_ADOPTED = ("vocab_size", "num_layers", "d_model", "memory_length", "adopted")
 # Settings that only training uses, and settings of the memory, for which evaluation has its own.
 _TRAINING_OR_MEMORY = (
     "dropout", "attention_dropout", "z_loss", "init_std", "memory_length", "rope_extension",
@@ -160,9 +163,14 @@ class ModelConfig:
     """Standard deviation of initial weights."""
     base_width: int = setting(0, Range(0, LARGEST_WIDTH), unit="channels")
     """Narrower `d_model` for which rate, decay and `init_std` were chosen (muP); 0: this one."""
+    adopted: dict[str, Any] = field(default_factory=dict)
+    """Facts of a model of Hugging Face, by `pretrain adopt`; {}: a model of this family."""
 
     def __post_init__(self) -> None:
         check_ranges("model.", self)
+        if self.adopted:
+            self._check_adopted()
+            return
         if POSITIONS[self.positions].projects_encodings and self.d_model % 2:
             raise ConfigError(
                 f"model.d_model={self.d_model} is odd; sine and cosine halves need an even number"
@@ -191,6 +199,23 @@ class ModelConfig:
         self._check_positions()
         self._check_compression()
         self._check_adaptive()
+
+    def _check_adopted(self) -> None:
+        family = self.facts.family if self.facts else ""
+        for entry in fields(self):
+            default = entry.default_factory() if callable(entry.default_factory) else entry.default
+            if entry.name not in _OF_ADOPTED and getattr(self, entry.name) != default:
+                raise ConfigError(
+                    f"model.{entry.name} is of this project's own family; leave it out, because "
+                    f"config.json decides what {family} is"
+                )
+        if not isinstance(self.memory_length, int):
+            raise ConfigError(f"model.memory_length of {family} is one number for all layers")
+
+    @property
+    def facts(self) -> AdoptedFacts | None:
+        """The facts of an adopted model."""
+        return adopted_facts(self.adopted) if self.adopted else None
 
     def _check_kinds(self) -> None:
         if unused := sorted(self.mixers.keys() - self.kinds):
@@ -382,7 +407,9 @@ class ModelConfig:
 
     @property
     def num_layers_with_rows(self) -> int:
-        """Layers that read remembered rows: those with attention."""
+        """Layers of this family that read remembered rows: those with attention."""
+        if self.adopted:
+            return 0
         return sum(self.mixer(layer).has_rows for layer in range(self.num_layers))
 
     @property

@@ -38,7 +38,7 @@ def resolve(config: RunConfig) -> RunConfig:
     splits_of_sets(config)
     # All corpora have the same tokenizer. Its size replaces any that the settings give.
     size = tokenizer_of(corpus.tokenizer_directory.parent).vocab_size
-    return replace(config, model=replace(config.model, vocab_size=size))
+    return _with_size(config, size)
 
 
 def resolve_if_built(config: RunConfig) -> RunConfig:
@@ -66,7 +66,19 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
             "model.vocab_size is not set and there is no corpus at "
             f"{path_text(absolute(config.data.path))} to read it from; set it, or build the corpus"
         )
-    return replace(config, model=replace(config.model, vocab_size=read_vocab_size(manifest)))
+    return _with_size(config, read_vocab_size(manifest))
+
+
+def _with_size(config: RunConfig, vocab_size: int) -> RunConfig:
+    """Return the run with a vocabulary of this size; an adopted model keeps its own."""
+    if not config.model.adopted:
+        return replace(config, model=replace(config.model, vocab_size=vocab_size))
+    if vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"the corpus has {vocab_size:,} tokens, the model knows {config.model.vocab_size:,}; "
+            f"build it with tokenizer.path={config.initial_weights}"
+        )
+    return config
 
 
 def with_precision(config: RunConfig, best: Precision) -> RunConfig:

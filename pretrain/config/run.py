@@ -347,6 +347,8 @@ class RunConfig:
                 "them; use stage 2, or `pretrain evaluate RUN --tasks` on checkpoints"
             )
         check_attention(self.engine, self.model)
+        if self.model.adopted:
+            self._check_adopted()
         has_segments = self.engine.zero_stage > 2 and self.optim.gradient_segments > 1
         if self.engine.compile and (self.model.dropout or has_segments):
             raise ConfigError(
@@ -358,6 +360,23 @@ class RunConfig:
             raise ConfigError(
                 f"model.memory_tokens={self.model.memory_tokens} needs optim.gradient_segments of "
                 "2 or more, found 1: only a later segment's loss teaches what to write"
+            )
+
+    def _check_adopted(self) -> None:
+        """Raise ConfigError for settings that are only for models of this project."""
+        if self.initial_weights is None:
+            raise ConfigError("model.adopted needs initial_weights, its directory of Hugging Face")
+        used = {
+            "engine.compile": self.engine.compile,
+            "engine.logits_chunk_tokens": self.engine.logits_chunk_tokens,
+            "engine.activation_checkpointing": self.engine.activation_checkpointing != "none",
+        }
+        if name := next((name for name, value in used.items() if value), ""):
+            raise ConfigError(f"{name} is for models of this project; leave it out")
+        if self.engine.zero_stage > 2 and self.optim.gradient_segments > 1:
+            raise ConfigError(
+                f"optim.gradient_segments={self.optim.gradient_segments} of an adopted model needs "
+                "engine.zero_stage of 2 or less, found 3"
             )
 
     @property

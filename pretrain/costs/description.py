@@ -94,6 +94,8 @@ def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) ->
 def _model_lines(config: RunConfig) -> list[str]:
     """Return what is special about the model: muP, segments that teach each other."""
     model, segments, lines = config.model, config.optim.gradient_segments, []
+    if model.facts:
+        lines.append(model.facts.description)
     if model.base_width:
         lines.append(
             f"muP: {model.width_multiplier:g}x as wide as the base, model.base_width="
@@ -108,7 +110,7 @@ def _model_lines(config: RunConfig) -> list[str]:
 
 
 def _attention_lines(config: RunConfig, hardware: Hardware) -> list[str]:
-    if not hardware.on_gpu:
+    if not hardware.on_gpu or config.model.adopted:
         return []
     engine, model = config.engine, config.model
     attention = attention_in(engine, model, on_gpu=True)

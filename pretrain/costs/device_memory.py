@@ -306,6 +306,9 @@ def layer_bytes(run: RunConfig, lanes: int, on_gpu: bool, kind: str, memory: int
     """Return what a layer that remembers `memory` rows occupies, compressed ones included."""
     model, width, mixer = run.model, activation_bytes(run.engine), mixer_facts(kind)
     queries = model.read_tokens(run.data.segment_length)
+    if facts := model.facts:
+        kept = facts.kept_per_token * width / MASTER_BYTES * queries * lanes / model.num_layers
+        return LayerBytes(kept)
     tokens, d, has_dropout = queries * lanes, model.d_model, bool(model.dropout)
     segment = SegmentSize(lanes=lanes, tokens=queries, memory=memory)
     # Input, its sum with the mixer's output, results of both norms (pre: also of memory).

@@ -45,6 +45,11 @@ class WeightShape(NamedTuple):
 
 def weight_shapes(model: ModelConfig) -> Iterator[WeightShape]:
     """Yield the shapes of everything learned; ConfigError if the vocabulary is unknown."""
+    if facts := model.facts:
+        for weight in facts.weights:
+            matrices = int(weight.role == "matrix")
+            yield WeightShape(weight.part, weight.rows, weight.columns, weight.copies, matrices)
+        return
     for kind, layers in Counter(model.kinds).items():
         for weight in mixer_facts(kind).weights(model).values():
             rows, *columns = weight.shape
@@ -111,7 +116,8 @@ class Parameters:
 
 def parameter_counts(model: ModelConfig) -> Parameters:
     """Return the exact number of parameters; ConfigError if the vocabulary is unknown."""
-    parts = dict.fromkeys([*dict.fromkeys(model.kinds), *PARTS], 0)
+    own = ["layers"] if model.adopted else dict.fromkeys(model.kinds)
+    parts = dict.fromkeys([*own, *PARTS], 0)
     for weight in weight_shapes(model):
         parts[weight.part] += weight.copies * weight.elements
     return Parameters(parts)
@@ -130,6 +136,8 @@ def model_in_words(run: RunConfig) -> str:
 
 def kinds_in_words(model: ModelConfig) -> str:
     """Return the kinds of layers, those with rows last; attention alone is Transformer-XL."""
+    if model.facts:
+        return model.facts.family
     mixers = sorted(model.mixers_used, key=lambda mixer: mixer.has_rows)
     if len(mixers) == 1:
         return "Transformer-XL" if mixers[0].has_rows else mixers[0].title
@@ -192,6 +200,10 @@ def token_flops(
     model: ModelConfig, segment_length: int, lanes: int, gradient_segments: int = 1
 ) -> Flops:
     """Return the FLOPs per token of training, with `lanes` per forward pass and full memories."""
+    if facts := model.facts:
+        keys = segment_length + (model.longest_memory if facts.has_rows else 0)
+        of_layers = facts.flops_per_token + facts.flops_per_pair * keys
+        return Flops({"layers": of_layers, "head": _output_flops(model)}, 0.0, 0.0)
     tokens = model.read_tokens(segment_length)  # layers read memory tokens, too
     parts, saved, repeated = defaultdict[str, float](float), 0.0, 0.0
     for (kind, memory), layers in Counter(kinds_and_rows(model)).items():

@@ -23,9 +23,9 @@ from pretrain.costs.flops import parameter_counts
 from pretrain.distributed.world import World
 from pretrain.engines.engine import ModelEngine, StepResult
 from pretrain.engines.zero_fragments import ZeroFragments
+from pretrain.model.adopted import LanguageModel
 from pretrain.model.memory import Memory
 from pretrain.model.parameters import dtype_of
-from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.optimizers import build_optimizer, clip_gradients, must_skip
 from pretrain.optim.parameter_groups import Fragment, FragmentIndex, LayerMeter, set_learning_rate
 from pretrain.terminal.log import adopt_logger
@@ -47,8 +47,8 @@ TRIED = {
 
 
 def build_replicated(
-    build: Callable[[], TransformerXL], dtype: torch.dtype, device: torch.device
-) -> tuple[TransformerXL, InitialWeights]:
+    build: Callable[[], LanguageModel], dtype: torch.dtype, device: torch.device
+) -> tuple[LanguageModel, InitialWeights]:
     """Return the model in `dtype` on the device, and the drawn fp32 weights if `dtype` is smaller.
 
     Host memory needs one fp32 copy of the weights: each is rounded on its way to the device.
@@ -63,11 +63,11 @@ def build_replicated(
 
 
 def build_sharded(
-    build: Callable[[], TransformerXL],
+    build: Callable[[], LanguageModel],
     partition: Callable[[nn.Parameter], None],
     dtype: torch.dtype,
     world: World,
-) -> tuple[TransformerXL, InitialWeights]:
+) -> tuple[LanguageModel, InitialWeights]:
     """Return the model that `build` makes, sharded, and this rank's slice of each unrounded weight.
 
     Each parameter is drawn whole, equally on every rank, rounded to `dtype` and passed to
@@ -80,7 +80,8 @@ def build_sharded(
     # torch calls this when a module registers a parameter, which our modules do right after drawing
     # it. So at most one whole parameter exists at any time.
     def on_registration(_module: nn.Module, _name: str, parameter: nn.Parameter) -> None:
-        if parameter in partitioned:  # tied to a parameter of an earlier module
+        # Without data it will be registered again. One of an earlier module is tied to this one.
+        if parameter.is_meta or parameter in partitioned:
             return
         partitioned.add(parameter)
         if parameter.dtype != dtype:
@@ -235,7 +236,7 @@ class DeepSpeedEngine(ModelEngine):
     def __init__(
         self,
         run: RunConfig,
-        build: Callable[[], TransformerXL],
+        build: Callable[[], LanguageModel],
         world: World,
         accumulation_steps: int,
     ) -> None:
@@ -256,8 +257,9 @@ class DeepSpeedEngine(ModelEngine):
             module, initial = build_sharded(
                 build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world
             )
-            for layer in module.layers if run.engine.compile else ():
-                # Gather the layer as a whole: compiled code cannot run hooks of inner modules.
+            for layer in module.layers if run.engine.compile or run.model.adopted else ():
+                # Gather the layer as a whole: compiled code cannot run hooks of inner modules, and
+                # layers of others read parameters of modules that they do not call.
                 deepspeed.utils.set_z3_leaf_module(layer, True)
         else:
             module, initial = build_replicated(build, dtype, world.device)

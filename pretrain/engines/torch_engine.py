@@ -11,9 +11,9 @@ from pretrain.config.run import RunConfig
 from pretrain.distributed.collectives import sum_over_ranks
 from pretrain.distributed.world import World
 from pretrain.engines.engine import ModelEngine, StepResult
+from pretrain.model.adopted import LanguageModel
 from pretrain.model.memory import Memory
 from pretrain.model.parameters import dtype_of
-from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.optimizers import build_optimizer, clip_gradients, must_skip
 from pretrain.optim.parameter_groups import (
     Fragment,
@@ -35,7 +35,7 @@ class TorchEngine(ModelEngine):
     """
 
     def __init__(
-        self, run: RunConfig, module: TransformerXL, world: World, accumulation_steps: int
+        self, run: RunConfig, module: LanguageModel, world: World, accumulation_steps: int
     ) -> None:
         super().__init__(run, world, accumulation_steps)
         self._master = module.to(world.device)

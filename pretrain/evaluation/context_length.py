@@ -18,9 +18,9 @@ from torch import Tensor
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.lanes.evaluation_stream import EvaluationStream
 from foundation.errors import ConfigError
+from pretrain.model.adopted import LanguageModel
 from pretrain.model.cached import new_stream
 from pretrain.model.memory import document_starts
-from pretrain.model.transformer_xl import TransformerXL
 
 THRESHOLD = 0.01  # of perplexity
 READ_TOKENS = 8192  # of the split at a time
@@ -107,7 +107,7 @@ class SplitPositions:
 
     @torch.no_grad()
     def losses(
-        self, module: TransformerXL, length: int, memory_length: int, segment_length: int
+        self, module: LanguageModel, length: int, memory_length: int, segment_length: int
     ) -> Tensor:
         """Return the NLL [P] in float64 after exactly `length` tokens, read as a new stream."""
         device = next(module.parameters()).device

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from data_pipeline.tokenizer import TRAITS, Tokenizer
 from foundation.errors import ConfigError
+from pretrain.model.adopted import LanguageModel
 from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.memory import document_starts
-from pretrain.model.transformer_xl import TransformerXL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    module: TransformerXL,
+    module: LanguageModel,
     prompt: Sequence[int],
     *,
     sampling: Sampling,

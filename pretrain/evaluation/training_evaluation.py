@@ -23,7 +23,7 @@ from pretrain.distributed.collectives import broadcast_value
 from pretrain.engines.engine import Engine
 from pretrain.evaluation.evaluate import EvaluationResult, corpus_text_sizes, evaluate, logger
 from pretrain.evaluation.task_names import check_tasks
-from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.adopted import LanguageModel
 from pretrain.recovery.stop_requests import StopRequested
 from pretrain.rundir.evaluated_text import MEASURED
 from pretrain.rundir.metric_names import set_values, task_values
@@ -155,9 +155,9 @@ def kept_random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluating(engine: Engine) -> Iterator[TransformerXL]:
+def evaluating(engine: Engine) -> Iterator[LanguageModel]:
     """Yield the model without dropout; then restore its mode and the angles of training."""
-    module = cast("TransformerXL", engine.module)
+    module = cast("LanguageModel", engine.module)
     was_training = module.training
     try:
         yield module.eval()

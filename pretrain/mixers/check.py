@@ -49,13 +49,21 @@ class Check:
         return self.found <= self.limit
 
 
+# What it means, the limit of what is found, and how that is found.
+Measure = tuple[str, float, Callable[[Any], float]]
+
+
 def check_mixer(kind: str, settings: Mapping[str, Any], seed: int = 0) -> list[Check]:
     """Return all checks of a kind with these settings of a model; ConfigError if they are wrong."""
     torch.manual_seed(seed)  # weights at first
     numbers = torch.Generator().manual_seed(seed)
-    subject = Subject(_drawn_config(kind, settings, numbers), numbers)
+    return checked(CHECKS, Subject(_drawn_config(kind, settings, numbers), numbers))
+
+
+def checked(measures: Mapping[str, Measure], subject: Any) -> list[Check]:
+    """Return what each of these finds of the subject; an error is a failed check."""
     checks = []
-    for name, (meaning, limit, measure) in CHECKS.items():
+    for name, (meaning, limit, measure) in measures.items():
         value, note = math.inf, ""
         try:
             value = float(measure(subject))
@@ -131,7 +139,7 @@ class Subject:
         return self.layers_read()
 
 
-def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest difference of tensors; infinity if their shapes differ."""
     if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
         return math.inf
@@ -149,7 +157,7 @@ def _segments(subject: Subject) -> float:
     tokens, differences = subject.tokens_BT.shape[1], []
     for cuts in (subject.cuts, [1] * 5 + [tokens - 5], [tokens - 1, 1]):
         found_BTD, after = subject.layers_read(cuts)
-        differences.append(_apart([found_BTD, *after], [hidden_BTD, *memory]))
+        differences.append(apart([found_BTD, *after], [hidden_BTD, *memory]))
     return _largest(differences)
 
 
@@ -165,7 +173,7 @@ def _gradients(subject: Subject) -> float:
         of_all = torch.autograd.grad((hidden_BTD * weight_BTD).sum(), parameters, allow_unused=True)
         gradients.append([gradient for gradient in of_all if gradient is not None])
     scale = max(float(gradient.abs().max()) for gradient in gradients[0])
-    return _apart(gradients[1], gradients[0]) / scale
+    return apart(gradients[1], gradients[0]) / scale
 
 
 def _isolation(subject: Subject) -> float:
@@ -196,7 +204,7 @@ def _starts(subject: Subject) -> float:
         starts_BT[:, before] = True
         for cuts in ((), [before, length], [before + 1, length - 1], [before + length - 1, 1]):
             found_BTD, _ = subject.layers_read(cuts, tokens_BT=tokens_BT, starts_BT=starts_BT)
-            differences.append(_apart([found_BTD[:, before:]], [alone_BTD]))
+            differences.append(apart([found_BTD[:, before:]], [alone_BTD]))
     return _largest(differences)
 
 
@@ -216,7 +224,7 @@ def _of_lanes(subject: Subject, groups: Sequence[Any]) -> float:
         texts = subject.tokens_BT[lanes], subject.starts_BT[lanes]
         found_BTD, after = subject.layers_read(subject.cuts, tokens_BT=texts[0], starts_BT=texts[1])
         expected = [hidden_BTD[lanes], *selected_lanes(memory, lanes)]
-        differences.append(_apart([found_BTD, *after], expected))
+        differences.append(apart([found_BTD, *after], expected))
     return _largest(differences)
 
 
@@ -233,7 +241,7 @@ def _saved(subject: Subject) -> float:
         model=subject.other_model(), tokens_BT=tokens[1], starts_BT=starts[1], memory=loaded
     )
     hidden_BTD, expected = subject.whole
-    return _apart([torch.cat([first_BTD, rest_BTD], dim=1), *after], [hidden_BTD, *expected])
+    return apart([torch.cat([first_BTD, rest_BTD], dim=1), *after], [hidden_BTD, *expected])
 
 
 def _stream(subject: Subject) -> float:
@@ -242,7 +250,7 @@ def _stream(subject: Subject) -> float:
     found_BTV = torch.cat([stream.logits_BLV(*pair) for pair in pairs], dim=1)
     with torch.no_grad():
         expected_BTV = subject.model.head(subject.whole[0], None)
-    return _apart([found_BTV], [expected_BTV])
+    return apart([found_BTV], [expected_BTV])
 
 
 def _types(subject: Subject) -> float:
@@ -321,7 +329,12 @@ def _bytes(subject: Subject) -> float:
 
 def _bytes_kept(config: ModelConfig) -> int:
     """Return the bytes that autograd keeps of a forward pass, besides weights."""
-    model = TransformerXL(config, attention_kernel="plain")
+    model, tokens_BL = TransformerXL(config, attention_kernel="plain"), torch.ones(2, 128).long()
+    return bytes_kept_by(model, lambda: model(tokens_BL, tokens_BL, None, tokens_BL < 0))
+
+
+def bytes_kept_by(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
+    """Return the bytes that autograd keeps of a forward pass of the model, besides weights."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -329,9 +342,9 @@ def _bytes_kept(config: ModelConfig) -> int:
         kept[tensor.untyped_storage().data_ptr()] = tensor  # so that no other gets its address
         return tensor
 
-    tokens_BL = torch.ones(2, 128).long()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(tokens_BL, tokens_BL, None, tokens_BL < 0)
+        outputs = forward()  # kept until all is counted
+    del outputs
     return sum(kept[place].untyped_storage().nbytes() for place in kept.keys() - weights)
 
 
@@ -350,8 +363,7 @@ def _parameters(subject: Subject) -> float:
     return 0.0
 
 
-# name -> what it means, the limit of what is found, and how that is found.
-CHECKS: dict[str, tuple[str, float, Callable[[Subject], float]]] = {
+CHECKS: dict[str, Measure] = {
     "parameters": ("parameters of the module, by its facts", 0.0, _parameters),
     "segments": ("one segment and several, of one token, too", EXACT, _segments),
     "gradients": ("gradients through four segments and of the whole", EXACT, _gradients),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.model.adopted import AdoptedModel, LanguageModel
 from pretrain.model.attention_backends import ScoreTerms
 from pretrain.model.layer import RowsLayer, StateLayer
 from pretrain.model.memory import LayerParts, Memory, MemoryLayout, selected_lanes
@@ -24,9 +25,9 @@ SPARE_SEGMENTS = 8  # fit into the buffer after the memory before its rows move 
 
 
 class HiddenStateStream:
-    """A stream that remembers hidden states, as in training."""
+    """A stream that carries on what training carries."""
 
-    def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
+    def __init__(self, module: LanguageModel, memory_length: int, longest_segment: int) -> None:
         self._module = module.eval()
         self._memory_length = memory_length
         self._longest_segment = longest_segment
@@ -336,13 +337,15 @@ def last_logits_BTV(
 
 
 def new_stream(
-    module: TransformerXL, memory_length: int, longest_segment: int, num_tokens: int = 0
+    module: LanguageModel, memory_length: int, longest_segment: int, num_tokens: int = 0
 ) -> Stream:
     """Return the cheapest stream for the model; segments have up to `longest_segment` tokens.
 
     A stream of `num_tokens` in all takes no more space than they need. What it computes does not
     depend on it: positions follow from the given memory length and segments.
     """
+    if isinstance(module, AdoptedModel):
+        return HiddenStateStream(module, memory_length, longest_segment)
     if module.config.memory_tokens:
         return SegmentStream(module, memory_length, longest_segment)
     if module.config.compressed_length:  # compressed rows are computed from hidden states

@@ -101,10 +101,14 @@ class MemoryLayout:
         return memory if all(_fits(*part, num_lanes) for part in parts) else None
 
     def vectors(self, memory: Memory) -> list[Tensor]:
-        """Return the first part of each layer as vectors, [B, rows, X]; a state is one vector."""
+        """Return the first part of each layer as vectors, [B, rows, X]; a state is one vector.
+
+        Of a layer that carries nothing there are no rows.
+        """
+        layers = zip(self.taken_apart(memory).layers, self.parts.layers, strict=True)
+        nothing = LanePart(name="nothing", kind="rows")
         firsts = (
-            (kept[0], parts[0])
-            for kept, parts in zip(self.taken_apart(memory).layers, self.parts.layers, strict=True)
+            (kept[0], parts[0]) if parts else (memory[-1][:, :0], nothing) for kept, parts in layers
         )
         return [_vectors(part, tensor) for tensor, part in firsts]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from foundation.settings import assert_never
 from pretrain.config.model import Precision
 from pretrain.config.run import OptimConfig
-from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.adopted import LanguageModel
 from pretrain.optim.adamw import GuardedAdamW
 from pretrain.optim.lamb import Lamb
 from pretrain.optim.muon import Muon
@@ -16,7 +16,7 @@ from pretrain.optim.parameter_groups import parameter_groups
 
 
 def build_optimizer(
-    module: TransformerXL, optim: OptimConfig, precision: Precision = "fp32"
+    module: LanguageModel, optim: OptimConfig, precision: Precision = "fp32"
 ) -> GuardedAdamW | Lamb | Muon:
     """Return the configured optimizer; the engine sets its learning rate before every step."""
     groups = parameter_groups(module, optim)

@@ -30,6 +30,7 @@ from pretrain.config.mixer import Role, Weight
 from pretrain.config.model import ModelConfig, OptimizerName
 from pretrain.config.run import OptimConfig
 from pretrain.distributed.world import World
+from pretrain.model.adopted import LanguageModel
 from pretrain.model.transformer_xl import TransformerXL
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
@@ -241,19 +242,21 @@ def rate_exponent(name: OptimizerName) -> float:
             assert_never(name)
 
 
-def parameter_groups(module: TransformerXL, optim: OptimConfig) -> list[dict[str, Any]]:
+def parameter_groups(module: LanguageModel, optim: OptimConfig) -> list[dict[str, Any]]:
     """Return the optimizer's groups: traits, parameters, and by the parameter's name its shape and
     how many matrices are stacked in it.
     """
     groups: dict[GroupTraits, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
-        traits = group_traits(parameter_role(name, module.config), optim, module.config)
+        is_own = isinstance(module, TransformerXL)
+        role = parameter_role(name, module.config) if is_own else module.roles[name]
+        traits = group_traits(role, optim, module.config)
         empty = {"params": [], "shapes": {}, "stacked": {}}
         group = groups.setdefault(traits, {**vars(traits), **empty})
         group["params"].append(parameter)
         # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.
         group["shapes"][name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        weight = mixer_weight(name, module.config)
+        weight = mixer_weight(name, module.config) if is_own else None
         group["stacked"][name] = weight.stacked if weight else 1
     return list(groups.values())
 
@@ -271,7 +274,7 @@ def state_of_parameters(groups: Iterable[dict[str, Any]]) -> dict[str, tuple[str
 
 def layer_name(parameter_name: str) -> str:
     """Return the layer that a parameter is counted in."""
-    if number := re.match(r"(?:layers|compressions)\.(\d+)\.", parameter_name):
+    if number := re.match(r"(?:inner\..*?)?(?:layers|compressions)\.(\d+)\.", parameter_name):
         return f"layer.{number[1]}"
     return {"embedding": "embedding", "head": "output"}.get(parameter_name.split(".")[0], "shared")
 

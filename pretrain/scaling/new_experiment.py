@@ -17,7 +17,7 @@ from foundation.typed_values import json_text, to_tree
 from foundation.yaml_files import SHIPPED, dump_yaml, merge, parse_override
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.run import EvaluationConfig, RunConfig
+from pretrain.config.run import DataConfig, EvaluationConfig, RunConfig
 from pretrain.costs.flops import run_cost
 from pretrain.costs.run_time import run_time
 from pretrain.scaling.intervals import amount
@@ -101,7 +101,7 @@ def new_experiment(
             f"the nearest model has {amount(size)}; ask for that many, or build the corpus with "
             "another vocab_size"
         )
-    lanes, segment = _batch(base, text)
+    lanes, segment = fitting_batch(base.data, text)
     wider = base.model.d_model / run.model.d_model
     highest = PAPER_RATE if paper else HIGHEST_RATE
     rate = min(highest, base.optim.learning_rate * math.sqrt(max(1.0, wider)))
@@ -167,11 +167,11 @@ def _with_parts_of_the_paper(base: RunConfig) -> RunConfig:
     return replace(base, model=replace(base.model, **parts))
 
 
-def _batch(base: RunConfig, text: TrainingText) -> tuple[int, int]:
-    """Return lanes and segment length, powers of two that the corpus can fill."""
+def fitting_batch(data: DataConfig, text: TrainingText) -> tuple[int, int]:
+    """Return lanes and segment length, powers of two up to these that the corpus can fill."""
     possible = comfortable_lanes(text.tokens, text.longest_document)
-    lanes = power_of_two(min(base.data.lanes, possible))
-    return lanes, power_of_two(min(base.data.segment_length, text.tokens // lanes))
+    lanes = power_of_two(min(data.lanes, possible))
+    return lanes, power_of_two(min(data.segment_length, text.tokens // lanes))
 
 
 def experiment_text(
@@ -203,18 +203,19 @@ def experiment_text(
 #   launcher submit {file} --cluster CLUSTER.yaml  on Slurm; 'launcher new-cluster' writes one
 # A shorter run: optim.steps={trial} optim.schedule.warmup_steps={max(1, trial // 20)}
 # 'new' and 'new --paper' start from different rates; for a fair comparison tune both.
-""" + "\n".join([*_lines(shown, comments), ""])
+""" + "\n".join([*commented_lines(shown, comments), ""])
 
 
-def _lines(
+def commented_lines(
     tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "", indent: str = ""
 ) -> Iterator[str]:
+    """Yield the lines of a YAML file with these settings."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         comment = f"  # {comments[name]}" if comments.get(name) else ""
         if value and isinstance(value, Mapping):
             yield f"{indent}{key}:{comment}"
-            yield from _lines(value, comments, f"{name}.", f"{indent}  ")
+            yield from commented_lines(value, comments, f"{name}.", f"{indent}  ")
             continue
         shown = json_text(value, ensure_ascii=False)
         if isinstance(value, str) and not any(map(str.isspace, value)):

@@ -58,8 +58,10 @@ from pretrain.costs.device_memory import MASTER_BYTES
 from pretrain.costs.flops import parameter_counts
 from pretrain.engines.engine import check_precision
 from pretrain.errors import CheckpointError
+from pretrain.model.adopted import LanguageModel
 from pretrain.model.parameters import dtype_of, load_parameters
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.transformers_modules import build_adopted
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir
@@ -123,7 +125,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_export(
-    output: Path, module: TransformerXL, config: RunConfig, step: int, tokenizer_home: Path
+    output: Path, module: LanguageModel, config: RunConfig, step: int, tokenizer_home: Path
 ) -> None:
     """Write to a directory beside `output` and rename it, so that `output` is never incomplete."""
     with new_directory(output) as beside:
@@ -143,7 +145,7 @@ def load_export(
     directory: Path,
     model_settings: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
-) -> tuple[TransformerXL, RunConfig, int]:
+) -> tuple[LanguageModel, RunConfig, int]:
     """Return the model in evaluation mode, its settings with `model_settings`, and the step.
 
     Corpora are cached where this user's are, not where the export's settings say.
@@ -165,9 +167,11 @@ def load_export(
     return module.eval(), config, tree["step"]
 
 
-def empty_model(config: RunConfig, device: torch.device | None = None) -> TransformerXL:
+def empty_model(config: RunConfig, device: torch.device | None = None) -> LanguageModel:
     """Return a model to load weights into; on a GPU it has the run's attention kernel."""
     on_gpu = device is not None and device.type == "cuda"
+    if config.model.adopted:
+        return build_adopted(config.model)
     kernel = config.engine.attention_kernel if on_gpu else "auto"
     return TransformerXL(config.model, attention_kernel=kernel)
 
@@ -258,7 +262,7 @@ def _file_entry(path: Path) -> dict[str, Any]:
 class TrainedModel:
     """Trained weights in evaluation mode, and what they belong to."""
 
-    module: TransformerXL
+    module: LanguageModel
     config: RunConfig
     step: int
     tokenizer_home: Path  # the directory that contains tokenizer/: the corpus, or the export itself
@@ -359,8 +363,8 @@ def precision_on(device: torch.device, config: RunConfig) -> Precision:
 
 
 def _placed(
-    module: TransformerXL, config: RunConfig, device: torch.device, precision: Precision | None
-) -> TransformerXL:
+    module: LanguageModel, config: RunConfig, device: torch.device, precision: Precision | None
+) -> LanguageModel:
     precision = precision or precision_on(device, config)
     check_precision(precision, device)
     return module.to(device, dtype_of(precision)).eval()
@@ -381,10 +385,11 @@ def load_tokenizer(trained: TrainedModel, data: Path | None = None) -> Tokenizer
             f"{data} was imported without a tokenizer; give a corpus that has it with --data"
         )
     tokenizer = tokenizer_of(data)
-    if tokenizer.vocab_size != trained.config.model.vocab_size:
+    model = trained.config.model
+    if tokenizer.vocab_size != model.vocab_size and not model.adopted:
         raise DataError(
             f"{data} has a tokenizer of {tokenizer.vocab_size} tokens, the model was trained with "
-            f"{trained.config.model.vocab_size}; give the corpus of the run "
+            f"{model.vocab_size}; give the corpus of the run "
             f"({path_text(trained.config.data.path)}) "
             "or one built with its tokenizer (tokenizer.path)"
         )

@@ -26,6 +26,7 @@ from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_step import RunStep, run_step
+from pretrain.weights.adopted import check_source, open_weights
 from pretrain.weights.export import (
     CONFIG,
     HUGGING_FACE_PREFIX,
@@ -57,6 +58,9 @@ def check_initial_weights(run: RunConfig) -> None:
     weights = run.initial_weights
     if weights is None:
         return
+    if run.model.facts:
+        check_source(weights, run.model.facts.config)
+        return
     with named_setting("initial_weights"):
         named = _kept(weights)
         origin = _of_checkpoint(*named) if named else _of_export(weights)
@@ -70,7 +74,13 @@ def load_initial_weights(engine: Engine, run: RunConfig) -> None:
     weights = run.initial_weights
     if weights is None:
         return
-    if named := _kept(weights):
+    if run.model.facts:
+        with open_weights(weights, run.model.facts.config) as tensor:
+            for fragment in engine.fragments():
+                view = fragment.values["weight"]
+                whole = tensor(fragment.name).reshape(-1)
+                view.copy_(whole[fragment.start : fragment.start + view.numel()])
+    elif named := _kept(weights):
         directory = step_directory(RunDir(named.run).checkpoints, named.step or 0)
         with FragmentReader(read_index(directory)) as reader:
             for fragment in engine.fragments():

@@ -41,7 +41,10 @@ HOMES = {
     "tokenizers": ("data_pipeline/vocabularies/huggingface.py",),
     "tiktoken": ("data_pipeline/vocabularies/tiktoken_ranks.py",),
     "lm_eval": ("pretrain/evaluation/",),
-    "transformers": ("pretrain/weights/huggingface/",),
+    "transformers": (
+        "pretrain/weights/huggingface/",
+        "pretrain/model/transformers_modules.py",
+    ),
     "wandb": ("pretrain/metrics/wandb_writer.py",),
     "torch.utils.tensorboard": ("pretrain/metrics/writers.py",),
     "torch": ("pretrain/",),
@@ -220,6 +223,7 @@ MAY_BE_LOST = {
     "pretrain/checkpoint/object_store.py:read_index": "what arrives: moved by restore",
     "pretrain/rundir/branch.py:begin_branch": "a branch: sync_tree, then moved",
     "pretrain/weights/export.py:write_weights": "weights: synced there",
+    "pretrain/weights/adopted.py:write_back": "an export: new_directory syncs and moves it",
     # temporary: removed by its writer, or by the next one
     "data_pipeline/corpora/writable_store.py:_upload": "links for an upload",
     "data_pipeline/corpora/shard_cache.py:_reserve": "room for a download",

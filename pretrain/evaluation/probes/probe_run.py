@@ -29,6 +29,7 @@ from pretrain.evaluation.probes.recall import (
     tokens_of_corpus,
     tokens_of_vocabulary,
 )
+from pretrain.model.adopted import AdoptedModel
 
 RECALLS: tuple[RecallKind, ...] = ("needle", "copy")
 
@@ -108,6 +109,8 @@ def run_probes(
     """Run the probes of a model; some need a corpus (`needs_text`). `say` gets what runs now."""
     module, names = scorer.trained.module, settings.names
     assert corpus is not None or not settings.needs_text()
+    if "attention" in names and isinstance(module, AdoptedModel):
+        raise ConfigError("--probe attention is for models of this project; leave it out")
     if "attention" in names and not module.config.num_layers_with_rows:
         raise ConfigError("--probe attention: the model has no attention layers; leave it out")
     if "attention" in names and module.config.memory_tokens:
@@ -157,7 +160,7 @@ def run_probes(
             max_tokens=settings.max_tokens,
         )
         results = replace(results, position=tuple(position))
-    if "attention" in names:
+    if "attention" in names and not isinstance(module, AdoptedModel):
         say("attention by distance")
         attention = attention_mass(module, corpus, memory_length=memory, segment_length=segment)
         results = replace(results, attention=attention)

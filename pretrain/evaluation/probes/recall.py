@@ -28,9 +28,9 @@ from data_pipeline.tokenizer import Tokenizer
 from foundation.errors import ConfigError
 from foundation.settings import assert_never
 from pretrain.evaluation.probes.document_position import wilson_interval
+from pretrain.model.adopted import LanguageModel
 from pretrain.model.cached import last_logits_BTV, new_stream
 from pretrain.model.memory import document_starts
-from pretrain.model.transformer_xl import TransformerXL
 
 SAMPLE_TOKENS = 1 << 17  # tokens of the split that are read
 READ_TOKENS = 8192  # tokens of the split in one batch
@@ -187,7 +187,7 @@ def drawn_trials(
 
 @torch.no_grad()
 def scored_logits(
-    module: TransformerXL, trials: Trials, memory_length: int, segment_length: int, end_id: int
+    module: LanguageModel, trials: Trials, memory_length: int, segment_length: int, end_id: int
 ) -> Tensor:
     """Return log-probabilities [B, J, V] of the scored tokens, read in segments with memory."""
     device = next(module.parameters()).device
@@ -199,7 +199,7 @@ def scored_logits(
 
 def measure_recall(
     kind: RecallKind,
-    module: TransformerXL,
+    module: LanguageModel,
     tokens: ProbeTokens,
     distance: int,
     *,

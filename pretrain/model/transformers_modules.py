@@ -1,0 +1,163 @@
+"""Modules of transformers, built from the config.json of a model that was adopted.
+
+A directory of someone else is read as JSON and safetensors alone. None of its code is run, nothing
+is fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundation.errors import ConfigError, shown
+from foundation.files import read_json, write_json
+from pretrain.config.model import ModelConfig
+from pretrain.model.adopted import AdoptedModel, parameter_roles
+
+CONFIG = "config.json"
+LARGEST_JSON = 1 << 26
+OLDEST = (5, 23)  # whose cache starts all kinds of layers from a state
+KERNELS = ("fla", "mamba_ssm", "causal_conv1d")  # transformers runs them on CPUs, too
+
+
+@contextlib.contextmanager
+def library() -> Iterator[Any]:
+    """Yield transformers without a network, and on a CPU without kernels for GPUs.
+
+    ConfigError if it is missing or too old.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    hidden = [] if torch.cuda.is_available() else [*{*KERNELS} - sys.modules.keys()]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        version = transformers.__version__
+        if tuple(map(int, version.split(".")[:2])) < OLDEST:
+            raise ConfigError(
+                f"found transformers {version}; models of others need {OLDEST[0]}.{OLDEST[1]} or "
+                "later: docs/hybrids.md says how to install it"
+            )
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        yield transformers
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return a directory's config.json; ConfigError if it is not a model that can be adopted."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{directory} has no {CONFIG}; expected a checkpoint of Hugging Face")
+    tree = read_json(path, LARGEST_JSON)
+    kind = tree.get("model_type") if isinstance(tree, dict) else None
+    if not isinstance(kind, str):
+        raise ConfigError(f"{path} names no model_type; expected a checkpoint of Hugging Face")
+    if tree.get("quantization_config"):
+        raise ConfigError(f"{path}: found quantized weights, expected whole ones to train")
+    return tree
+
+
+def empty_inner(tree: Mapping[str, Any]) -> nn.Module:
+    """Return the module of transformers for a config.json, with parameters on `meta`."""
+    with library() as transformers, _parameters_on_meta():
+        if (kind := tree["model_type"]) not in transformers.CONFIG_MAPPING:
+            own = " and asks for code of its own, which is not run" if "auto_map" in tree else ""
+            raise ConfigError(
+                f"{CONFIG}: transformers {transformers.__version__} has no model_type "
+                f"{shown(kind)}{own}; use a version that has it"
+            )
+        try:
+            config, options = configuration(transformers, tree)
+            inner = transformers.AutoModelForCausalLM.from_config(config, **options)
+            inner.tie_weights()
+        except Exception as error:  # of settings that someone else has written
+            raise ConfigError(
+                f"{CONFIG}: transformers {transformers.__version__} cannot build it: "
+                f"{shown(' '.join(str(error).split()))}"
+            ) from None
+    named = (tree.get("architectures") or [""])[0]
+    if named and named != type(inner).__name__:
+        raise ConfigError(
+            f"{CONFIG} is of a {shown(named)}, but transformers makes a "
+            f"{type(inner).__name__}; save that one, and adopt it"
+        )
+    kept = [name for name, _ in inner.named_buffers() if name in inner.state_dict()]
+    if kept:
+        raise ConfigError(
+            f"{type(inner).__name__} keeps {kept[0]}, which is no parameter: checkpoints of a run "
+            "would not have it"
+        )
+    return inner
+
+
+def configuration(transformers: Any, tree: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the configuration as transformers reads it, and what else it takes to build it."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / CONFIG, tree)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in kinds:
+        raise ValueError("no causal language model has such a configuration")
+    # config.json could name a kernel from elsewhere.
+    attention = "sdpa" if kinds[type(config)]._supports_sdpa else "eager"
+    options = {"attn_implementation": attention, "dtype": torch.float32}
+    return config, {**options, "trust_remote_code": False}
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Put each parameter on `meta` as a module registers it; buffers are computed as ever."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def build_adopted(model: ModelConfig) -> AdoptedModel:
+    """Return the model with parameters of 0, for weights to replace."""
+    assert model.facts is not None
+    inner = empty_inner(model.facts.config)
+    roles = parameter_roles(inner)
+    fill_parameters(inner, lambda _, shape: torch.zeros(shape))
+    return adapted(model, inner, roles)
+
+
+def fill_parameters(inner: nn.Module, value_of: Callable[[str, torch.Size], Tensor]) -> None:
+    """Replace each parameter on `meta`; it is registered again, as ZeRO-3 waits for."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+    for path, module in inner.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter not in made:
+                value = value_of(f"{path}.{name}" if path else name, parameter.shape)
+                made[parameter] = nn.Parameter(value, parameter.requires_grad)
+            setattr(module, name, made[parameter])
+
+
+def adapted(model: ModelConfig, inner: Any, roles: Mapping[str, Any]) -> AdoptedModel:
+    """Return the adapter around a module of transformers."""
+    with library() as transformers:
+        return AdoptedModel(
+            model, inner, partial(transformers.DynamicCache, config=inner.config), roles
+        )

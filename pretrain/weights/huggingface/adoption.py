@@ -1,0 +1,282 @@
+"""Measures the facts of a model of transformers on the model itself, and checks its state.
+
+As `pretrain.mixers.check` does with a kind of layer, in float32: what the adapter reads in segments
+is compared with what transformers reads at once, without a cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from foundation.errors import ConfigError, shown
+from foundation.typed_values import to_tree
+from pretrain.config.adopted import HEAD_FLOPS, AdoptedFacts, AdoptedWeight, CachedPart
+from pretrain.config.mixer import Role
+from pretrain.config.model import ModelConfig
+from pretrain.mixers.check import Check, Measure, apart, bytes_kept_by, checked, flop_counter
+from pretrain.model.adopted import (
+    ROWS,
+    AdoptedModel,
+    cache_argument,
+    held_by,
+    parameter_roles,
+    rotary_frequencies,
+)
+from pretrain.model.memory import Memory, MemoryLayout, selected_lanes
+from pretrain.model.transformers_modules import (
+    adapted,
+    empty_inner,
+    fill_parameters,
+    library,
+    read_config,
+)
+from pretrain.weights.adopted import PREFIX, open_weights
+
+EXACT = 1e-4  # in float32, as a part of what it changes to read segments without what they carry
+LANES, LENGTH = 2, 96  # of the text of the checks
+SHORT = 64  # tokens for which FLOPs and bytes are counted; then for twice that number
+SEVERAL = (17, 1, 30, 1, 1, 46)  # lengths of segments
+
+
+def adopted_model(directory: Path) -> AdoptedModel:
+    """Return the model of a directory with its weights in float32, and its facts measured.
+
+    ConfigError with the reason if it cannot be adopted.
+    """
+    tree = read_config(directory)
+    inner: Any = empty_inner(tree)
+    roles = parameter_roles(inner)
+    with open_weights(directory, tree) as weight:
+
+        def value_of(name: str, shape: torch.Size) -> Tensor:
+            if (value := weight(name)).shape != shape:
+                raise ConfigError(
+                    f"{directory}: {name} has shape {list(value.shape)}, transformers expects "
+                    f"{list(shape)}"
+                )
+            return value.float()
+
+        fill_parameters(inner, value_of)
+    try:
+        return adapted(_measured(tree, inner.eval(), roles), inner, roles)
+    except (ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        reason = shown(" ".join(str(error).split()))
+        raise ConfigError(
+            f"{type(inner).__name__} does not read with its cache: {reason}"
+        ) from None
+
+
+def _measured(tree: Mapping[str, Any], inner: Any, roles: Mapping[str, Role]) -> ModelConfig:
+    rotary_frequencies(inner)  # refuses several
+    with library() as transformers:
+        version = transformers.__version__
+    parts, num_layers = _parts(inner)
+    vocabulary, width = inner.get_output_embeddings().weight.shape
+    one, two = (_forward_flops(inner, count) / count for count in (SHORT, 2 * SHORT))
+    of_pair = max(0.0, (two - one) / SHORT)
+    kept_one, kept_two = (_kept(inner, count) for count in (SHORT, 2 * SHORT))
+    facts = AdoptedFacts(
+        family=type(inner).__name__,
+        transformers=version,
+        config=dict(tree),
+        parts=parts,
+        weights=_weights(inner, roles),
+        flops_per_token=one - of_pair * SHORT - HEAD_FLOPS * vocabulary * width,
+        flops_per_pair=of_pair,
+        kept_per_token=(kept_two - kept_one) / SHORT,
+    )
+    return ModelConfig(
+        vocab_size=vocabulary,
+        num_layers=num_layers,
+        d_model=width,
+        memory_length=LENGTH if facts.has_rows else 0,
+        adopted=to_tree(facts),
+    )
+
+
+def _tokens(lanes: int, count: int, vocabulary: int) -> Tensor:
+    return torch.randint(vocabulary, (lanes, count), generator=torch.Generator().manual_seed(count))
+
+
+def _cache_after(inner: Any, num_tokens: int) -> Any:
+    """Return the model's own cache after some tokens."""
+    with library() as transformers:
+        cache = transformers.DynamicCache(config=inner.config)
+    tokens = _tokens(1, num_tokens, inner.get_output_embeddings().weight.shape[0])
+    with torch.no_grad():
+        inner(input_ids=tokens, use_cache=True, **{cache_argument(inner): cache})
+    return cache
+
+
+def _parts(inner: Any) -> tuple[tuple[CachedPart, ...], int]:
+    """Return what the model's own cache holds, and of how many layers."""
+    cache, half = _cache_after(inner, 8), _cache_after(copy.deepcopy(inner).bfloat16(), 8)
+    layers_of: dict[CachedPart, list[int]] = defaultdict(list)
+    for number, (layer, rounded) in enumerate(zip(cache.layers, half.layers, strict=True)):
+        types = {name: tensor.dtype for name, tensor in held_by(rounded).items()}
+        for name, tensor in held_by(layer).items():
+            part = CachedPart(
+                layers=(),
+                name=name,
+                kind="rows" if name in ROWS else "state",
+                shape=tuple(tensor.shape[2 if name in ROWS else 1 :]),
+                in_float32=types[name] is torch.float32,
+                # Of its window, one row is the token's own.
+                window=max(0, (getattr(layer, "sliding_window", 0) or 0) - 1) * (name in ROWS),
+            )
+            layers_of[part].append(number)
+    if not layers_of:
+        raise ConfigError(f"{type(inner).__name__} leaves nothing in a cache of transformers")
+    parts = (replace(part, layers=tuple(layers)) for part, layers in layers_of.items())
+    return tuple(parts), len(cache.layers)
+
+
+def _weights(inner: Any, roles: Mapping[str, Role]) -> tuple[AdoptedWeight, ...]:
+    shapes: Counter[tuple[Any, ...]] = Counter()
+    embedding = inner.get_input_embeddings().weight
+    for name, parameter in inner.named_parameters():
+        role, part = roles[PREFIX + name], "layers"
+        if role == "table":
+            part = "embedding" if parameter is embedding else "head"
+        rows, *columns = parameter.shape or (1,)
+        shapes[part, role, rows, torch.Size(columns).numel()] += 1
+    return tuple(
+        AdoptedWeight(part=part, role=role, rows=rows, columns=columns, copies=copies)
+        for (part, role, rows, columns), copies in shapes.items()
+    )
+
+
+def _forward_flops(inner: Any, num_tokens: int) -> float:
+    with flop_counter() as counter:
+        _cache_after(inner, num_tokens)
+    return float(counter.get_total_flops())
+
+
+def _kept(inner: Any, num_tokens: int) -> float:
+    tokens = _tokens(1, num_tokens, inner.get_output_embeddings().weight.shape[0])
+    return float(bytes_kept_by(inner, lambda: inner(input_ids=tokens, use_cache=False).logits))
+
+
+class AdoptedSubject:
+    """A model, the text that it reads [B, T], and what transformers makes of it at once."""
+
+    def __init__(self, model: AdoptedModel) -> None:
+        self.model = model
+        self.tokens_BT = _tokens(LANES, LENGTH, model.config.vocab_size)
+
+    @cached_property
+    def whole_BTV(self) -> Tensor:
+        with torch.no_grad():
+            return self.model.inner(input_ids=self.tokens_BT, use_cache=False).logits
+
+    @torch.no_grad()
+    def read(
+        self, cuts: Sequence[int], lanes: Any = slice(None), memory: Memory | None = None
+    ) -> tuple[Tensor, Memory]:
+        """Return logits of the text in such segments, and the last memory."""
+        parts = []
+        for tokens_BL in self.tokens_BT[lanes][:, -sum(cuts) :].split(list(cuts), dim=1):
+            logits_BLV, memory = self.model.read(tokens_BL, memory)
+            parts.append(logits_BLV)
+        assert memory is not None
+        return torch.cat(parts, dim=1), memory
+
+    def apart(self, logits_BTV: Tensor, expected_BTV: Tensor) -> float:
+        """Return the largest difference of logits, as a part of what memory changes."""
+        return apart([logits_BTV], [expected_BTV]) / self._memory_effect
+
+    @cached_property
+    def _memory_effect(self) -> float:
+        half = LENGTH // 2
+        with torch.no_grad():
+            alone_BLV, _ = self.model.read(self.tokens_BT[:, half:])
+        return apart([alone_BLV], [self.whole_BTV[:, half:]])
+
+
+def check_adopted(model: AdoptedModel) -> list[Check]:
+    """Return all checks of an adopted model."""
+    return checked(CHECKS, AdoptedSubject(model))
+
+
+def _segments(subject: AdoptedSubject) -> float:
+    return subject.apart(subject.read(SEVERAL)[0], subject.whole_BTV)
+
+
+def _stream(subject: AdoptedSubject) -> float:
+    return subject.apart(subject.read([1] * LENGTH)[0], subject.whole_BTV)
+
+
+def _gradients(subject: AdoptedSubject) -> float:
+    tokens_BL, targets_BL = subject.tokens_BT[:, :-1], subject.tokens_BT[:, 1:]
+    gradients = []
+    count = tokens_BL.shape[1] // 4 * 4
+    for segments in (1, 4):
+        subject.model.zero_grad()
+        nll_BL, _ = subject.model(
+            tokens_BL[:, :count], targets_BL[:, :count], num_segments=segments
+        )
+        nll_BL.mean().backward()
+        gradients.append([p.grad for p in subject.model.parameters() if p.grad is not None])
+    subject.model.zero_grad()
+    return apart(gradients[1], gradients[0]) / max(float(g.abs().max()) for g in gradients[0])
+
+
+def _positions(subject: AdoptedSubject) -> float:
+    """Read a segment after rows that begin at position 0, and further on."""
+    half = LENGTH // 2
+    _, memory = subject.model.read(subject.tokens_BT[:, :half])
+    differences = []
+    for first in (1, 7, 1000):
+        with torch.no_grad():
+            logits_BLV, _ = subject.model.read(
+                subject.tokens_BT[:, half:], memory, first_position=first
+            )
+        differences.append(subject.apart(logits_BLV, subject.whole_BTV[:, half:]))
+    return max(differences)
+
+
+def _lanes(subject: AdoptedSubject) -> float:
+    found_BTV, _ = subject.read(SEVERAL, lanes=torch.tensor([1, 0]))
+    return subject.apart(found_BTV, subject.whole_BTV[[1, 0]])
+
+
+def _saved(subject: AdoptedSubject) -> float:
+    """Read on from parts that were saved, in the other order of lanes."""
+    half, layout = LENGTH // 2, MemoryLayout(subject.model.config)
+    with torch.no_grad():
+        _, memory = subject.model.read(subject.tokens_BT[:, :half])
+    named = {name: part.contiguous() for name, part in layout.named(memory).items()}
+    loaded = layout.of_named(load(save(named)), LANES)
+    assert loaded is not None, "the parts that were saved are no memory of this model"
+    order = torch.tensor([1, 0])
+    rest_BTV, _ = subject.read([LENGTH - half], order, selected_lanes(loaded, order))
+    return subject.apart(rest_BTV, subject.whole_BTV[order, half:])
+
+
+def _lane_bytes(subject: AdoptedSubject) -> float:
+    """Return by how many bytes a lane's full memory differs from the facts, in float32."""
+    layout = MemoryLayout(subject.model.config)
+    _, memory = subject.read([LENGTH])
+    carried = sum(part[0].numel() * part.element_size() for part in memory)
+    return abs(carried - layout.parts.num_bytes(4))
+
+
+CHECKS: dict[str, Measure] = {
+    "segments": ("several segments, and the whole text by transformers", EXACT, _segments),
+    "stream": ("token by token, and the whole text", EXACT, _stream),
+    "gradients": ("gradients through four segments and of the whole", EXACT, _gradients),
+    "positions": ("rows at higher positions: distances alone count", EXACT, _positions),
+    "lanes": ("lanes in another order", EXACT, _lanes),
+    "saved": ("read on from saved parts", EXACT, _saved),
+    "lane bytes": ("bytes of a lane, facts and counted", 0.0, _lane_bytes),
+}
