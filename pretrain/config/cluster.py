@@ -95,7 +95,7 @@ def parse_nodes(text: str) -> NodeRange:
 
 
 def fixed_nodes(text: str) -> NodeRange:
-    """Return the nodes of `4` or `4+1`; ConfigError for a range, in which Slurm would choose."""
+    """Return the nodes of `4` or `4+1`; ConfigError for a range, where Slurm would choose."""
     nodes = parse_nodes(text)
     if nodes.least != nodes.most:
         raise ConfigError(

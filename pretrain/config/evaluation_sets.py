@@ -50,8 +50,8 @@ def splits_of_sets(run: RunConfig) -> dict[str, Path]:
     """Return name -> directory of each set's split; parts without one are skipped.
 
     DataError for a named set without a split, for a wrong hash, and for another tokenizer than the
-    run's corpus has, with which losses per token cannot be compared. Fetches manifests and
-    tokenizers of URLs.
+    run's corpus has: losses per token could not be compared. Fetches manifests and tokenizers of
+    URLs.
     """
     from data_pipeline.corpora.corpus_identity import pinned_directory
 

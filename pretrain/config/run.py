@@ -156,7 +156,7 @@ class DataConfig:
     path: Path = Path("data")
     """Corpus: its directory (relative to the working directory) or URL; a resume may change it."""
     manifest_hashes: tuple[str, ...] = ()
-    """Hashes, one of which each corpus must have; `data-pipeline inspect` shows them; []: any."""
+    """Each corpus must have one of these hashes; `data-pipeline inspect` shows them; []: any."""
     mixture: tuple[MixturePart, ...] = ()
     """Corpora to train on instead of `path`, which still gives tokenizer and validation split."""
     lanes: int = setting(16, Range(1, MOST_LANES), unit="lanes")

@@ -334,7 +334,7 @@ def sharding_stage(run: RunConfig) -> int:
 
 
 def deepspeed_optimizer(run: RunConfig) -> str:
-    """Return the class that DeepSpeed wraps around our optimizer; empty if there is none."""
+    """Return the class that DeepSpeed wraps around our optimizer; empty without a wrapper."""
     stage, precision = sharding_stage(run), run.engine.number_format
     if stage == 3:
         return "DeepSpeedZeroOptimizer_Stage3"

@@ -148,7 +148,7 @@ def kinds_in_words(model: ModelConfig) -> str:
 
 
 def orthogonalizing_flops(model: ModelConfig, optim: OptimConfig) -> float:
-    """Return the FLOPs with which one update makes matrices orthogonal, over all ranks."""
+    """Return the FLOPs of making all matrices orthogonal in one update, over all ranks."""
     if optim.name != "muon":
         return 0.0
     return sum(

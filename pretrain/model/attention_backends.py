@@ -1,4 +1,4 @@
-"""The same attention computed in plain operations, tiles on the CPU, torch's or our fused kernels.
+"""One attention, computed by plain operations, CPU tiles, torch's kernels or our fused kernels.
 
 Letters of shapes as in `pretrain.model`; the queries are the last L of the C keys.
 """
@@ -56,7 +56,7 @@ AttentionBackend = Callable[
 def backend_for(
     kernel: AttentionKernel, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """Return how a model attends there; what a GPU gets is logged once."""
+    """Return how a model attends on the device; on a GPU, log the choice once."""
     on_gpu = device.type != "cpu"
     kind, reason = chosen_attention(kernel, model, on_gpu=on_gpu, is_half=dtype in DTYPES)
     if kind is Attention.TILES and interprets_kernels():
@@ -96,7 +96,8 @@ def sdpa_attention(
     key_BCGH, value_BCGH = _joined(parts).unbind(2)
     N, H = query_BLNH.shape[2:]
     inputs = [tensor.transpose(1, 2) for tensor in (query_BLNH, key_BCGH, value_BCGH)]
-    if H % 8:  # as FlashAttention needs; if torch padded, the hooks below would be on its slice
+    # FlashAttention needs a multiple of 8. If torch padded, the hooks below would be on its slice.
+    if H % 8:
         inputs = [pad(tensor, (0, -H % 8)) for tensor in inputs]
     query, key, value = inputs
     mask = causal_lower_right(visibility.num_queries, visibility.num_keys)
@@ -194,7 +195,7 @@ def plain_attention(
 def weights_and_values(
     query_BLNH: Tensor, parts: Sequence[Tensor], terms: ScoreTerms, visibility: Visibility
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention weights [N, B, L, C], without dropout, and what they are weights of.
+    """Return the attention weights [N, B, L, C], without dropout, and the values [N, B, C, H].
 
     With sinks the weights of a query sum to less than 1.
     """

@@ -21,7 +21,7 @@ from pretrain.model.memory import LayerParts, Memory, MemoryLayout, selected_lan
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.model.visibility import SegmentKeys
 
-SPARE_SEGMENTS = 8  # fit into the buffer after the memory before its rows move to the front
+SPARE_SEGMENTS = 8  # that fit into a buffer behind the memory, before its rows move to the front
 
 
 class HiddenStateStream:
@@ -56,16 +56,16 @@ class HiddenStateStream:
         return logits_BLV
 
     def select(self, rows_B: Tensor) -> None:
-        """Continue with these of the present rows, in this order; one may occur several times."""
+        """Continue with these lanes, in this order; a lane may occur several times."""
         if self.memory is not None:
             self.memory = selected_lanes(self.memory, rows_B)
 
 
 class SegmentStream:
-    """A stream whose segments have memory tokens, which they read and write once.
+    """A stream whose segments have memory tokens, which each segment reads and writes once.
 
-    Tokens whose logits are asked for continue the present segment, which is read again, while they
-    fit into it.
+    While new tokens of `logits_BLV` fit into the present segment, they extend it: the whole segment
+    is then read again.
     """
 
     def __init__(self, module: TransformerXL, memory_length: int, longest_segment: int) -> None:
@@ -77,14 +77,14 @@ class SegmentStream:
     def nll_BL(
         self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None
     ) -> Tensor:
-        """Return the losses of a segment of its own."""
+        """Return the losses of these tokens, which are a segment of their own."""
         self._present = None
         return self._stream.nll_BL(tokens_BL, targets_BL, starts_BL)
 
     def logits_BLV(
         self, tokens_BL: Tensor, starts_BL: Tensor | None = None, num_last: int | None = None
     ) -> Tensor:
-        """Return log-probabilities after each of the last `num_last` of these tokens (all)."""
+        """Return log-probabilities after each of the last `num_last` tokens (default: all)."""
         if starts_BL is None:
             starts_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
         new, num_last = (tokens_BL, starts_BL), num_last or tokens_BL.shape[1]
@@ -117,7 +117,7 @@ class RowBuffer:
     ) -> None:
         """`like` [B, X, ...] determines lanes, shape of a row, dtype and device.
 
-        `num_tokens`: of the whole stream, 0 if unknown; the buffer is no longer.
+        `num_tokens` is the length of the whole stream (0: unknown), and limits the buffer.
         """
         spare = max(SPARE_SEGMENTS * longest_segment, memory_length // 4)
         num_rows = min(memory_length + spare, num_tokens or memory_length + spare)
@@ -146,13 +146,13 @@ class RowBuffer:
         return min(self._end - self._start, self._memory_length)
 
     def select(self, rows_B: Tensor) -> None:
-        """Replace the lanes by these present ones; their number stays."""
+        """Replace the lanes by these of the present ones; the number of lanes stays."""
         part = self._rows[:, self._start : self._end]
         part.copy_(part[rows_B])
 
 
 class KeyValueCache:
-    """The memory of a layer that reads rows: projected keys and values, and what distances add."""
+    """The memory of a layer that reads rows: projected keys and values, and terms of distances."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class KeyValueCache:
         self._length, self._longest_segment = length, longest_segment
         self._num_tokens = num_tokens
         self._rows: RowBuffer | None = None
-        self._terms: ScoreTerms | None = None  # of the largest possible number of keys
+        self._terms: ScoreTerms | None = None  # for the largest possible number of keys
 
     def read(self, hidden_BLD: Tensor, keys: SegmentKeys) -> Tensor:
         """Return the layer's output, and remember the segment."""
@@ -205,7 +205,7 @@ class CarriedState:
     def __init__(self, layer: StateLayer, index: int, state: MemoryLayout) -> None:
         self._layer, self._index, self._state = layer, index, state
         self._parts: LayerParts | None = None
-        self._document_B1: Tensor | None = None  # of the last token
+        self._document_B1: Tensor | None = None  # the last token's document
 
     def read(self, hidden_BLD: Tensor, keys: SegmentKeys) -> Tensor:
         """Return the layer's output, and carry its state on."""
@@ -229,7 +229,7 @@ class CarriedState:
 
 
 class CachedStream:
-    """A stream whose layers remember what they computed of a segment, and positions once."""
+    """A stream whose layers remember keys and values, or states; it computes positions once."""
 
     def __init__(
         self, module: TransformerXL, memory_length: int, longest_segment: int, num_tokens: int = 0
@@ -250,7 +250,7 @@ class CachedStream:
         self._caches = [self._cache_of(*numbered) for numbered in enumerate(module.layers)]
         self._documents: RowBuffer | None = None
         self._document_B: Tensor | None = None
-        # Of each layer, for the largest possible number of keys.
+        # Each layer's positions, for the largest possible number of keys.
         self._positions: list[Tensor] | None = None
 
     @torch.no_grad()
@@ -341,8 +341,8 @@ def new_stream(
 ) -> Stream:
     """Return the cheapest stream for the model; segments have up to `longest_segment` tokens.
 
-    A stream of `num_tokens` in all takes no more space than they need. What it computes does not
-    depend on it: positions follow from the given memory length and segments.
+    `num_tokens`, the length of the whole stream (0: unknown), only limits the space that it takes:
+    positions follow from the given memory length and segments.
     """
     if isinstance(module, AdoptedModel):
         return HiddenStateStream(module, memory_length, longest_segment)

@@ -8,7 +8,7 @@ import torch
 
 from foundation.errors import ConfigError
 
-MOST_COMPILED = 64  # shapes of a layer; each takes about a minute
+MOST_COMPILED = 64  # shapes of a layer's rows; to compile each takes about a minute
 _compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))
 
 
@@ -25,7 +25,7 @@ def compiled_if(compiles: bool, function: Callable[..., Any]) -> Callable[..., A
 def _run_compiled(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     from torch._dynamo.exc import FailOnRecompileLimitHit  # loads torch's compiler
 
-    # Anew for each length of a memory that fills, once for all layers.
+    # Torch compiles anew for each length of a filling memory, once for all layers.
     torch._dynamo.config.recompile_limit = MOST_COMPILED
     try:
         return _compiled(function)(*inputs, **options)

@@ -23,13 +23,13 @@ from pretrain.kernels.triton.settings import has_triton, missing_for_compiling
 
 LEVELS = 1 << 16  # values of 16 random bits
 WORD = (1 << 64) - 1
-SEGMENT_BITS = 40  # a step's number is below 2**40; a segment's number in its step is above
+SEGMENT_BITS = 40  # bits of a step's number; a segment's number in its step is in the bits above
 ALL_LANES = -1  # replaces the lane in a mask that all lanes share
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64
 
 
 class Site(IntEnum):
-    """Where the model applies dropout. The numbers enter the masks: a change moves all results."""
+    """Where the model applies dropout. Masks depend on the numbers: do not change them."""
 
     EMBEDDING = 1
     POSITIONS = 2
@@ -100,7 +100,7 @@ class DropoutStream:
     def lane_keys(self, site: Site, layer: int, device: torch.device) -> Tensor:
         """Return a random int64 per lane, the seed of the fused attention's own masks.
 
-        They come from SplitMix64 (Steele, Lea, Flood 2014) over a hash of the same five numbers.
+        They come from SplitMix64 (Steele, Lea, Flood 2014) over seed, step, layer, site and lane.
         """
         key = 0
         for part in (self.seed, self.step, layer, int(site)):
@@ -155,7 +155,7 @@ def _threshold(rate: float) -> int:
 
 
 class _Dropped(torch.autograd.Function):
-    """Values and gradients pass the same mask, of a byte per value, each into one new tensor."""
+    """Applies one mask, a byte per value, to values and gradients; each makes one new tensor."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, keep: Tensor, scale: float) -> Tensor:  # type: ignore[override]

@@ -5,11 +5,10 @@ and Auli 2019) as in the original code: the first bin is the shortlist of freque
 bins may be narrower. The first bin's softmax covers its tokens and one column per tail bin; the
 column of bin i is the i-th from the end.
 
-Gradients of parameters that several parts of one forward pass use, summed in float32.
-
-Where many chunks use a bf16 parameter, autograd adds each chunk's gradient to a sum in bf16. That
-sum is soon so much larger than what is added that most of it is rounded away: the error grows with
-the number of chunks. Summed in float32, it is rounded once, at the end.
+`GradientSums` adds in float32 the gradients of a parameter that several chunks of a forward pass
+use. Autograd would add each chunk's gradient to a sum in bf16. That sum is soon so much larger than
+the next gradient that most of the gradient is rounded away: the error grows with the number of
+chunks. The sum in float32 is rounded once, at the end.
 """
 
 from collections.abc import Callable
@@ -25,18 +24,18 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.config.model import ModelConfig
 from pretrain.model.parameters import normal, zeros
 
-_NO_TARGET = -(2**63)  # nothing is ignored: kernels stop at -100, which torch would give no loss
+_NO_TARGET = -(2**63)  # no target has this `ignore_index`; torch's, -100, could hide a wrong one
 
 
 class GradientSums:
-    """The sums of one forward pass, whose every part uses each of the parameters once."""
+    """The gradient sums of one forward pass; each of its parts uses each parameter once."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
         self._totals: dict[Tensor, _Total] = {}
 
     def shared(self, parameter: Tensor) -> Tensor:
-        """Return the parameter for one part; its gradient arrives when all parts have theirs."""
+        """Return the parameter for one part; its gradient arrives once all have added theirs."""
         if self._num_parts == 1 or torch.finfo(parameter.dtype).bits >= 32:
             return parameter
         total = self._totals.setdefault(parameter, _Total(self._num_parts))
@@ -53,7 +52,7 @@ class _Total:
         self._sum: Tensor | None = None
 
     def plus(self, gradient: Tensor) -> Tensor | None:
-        """Add a gradient; the sum if it was the last, else None, which autograd adds to nothing."""
+        """Add a gradient; return the sum after the last one, else None, which autograd ignores."""
         self._sum = gradient.float() if self._sum is None else self._sum.add_(gradient)
         self._missing -= 1
         if self._missing:
@@ -102,7 +101,7 @@ class EmbeddingBin(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Vectors [B, L, D] times sqrt(D), of muP's base; `div_val` 1: bins share a projection."""
+    """Vectors [B, L, D] times sqrt(D of muP's base); with `div_val` 1 bins share a projection."""
 
     projection: nn.Parameter | None
 
@@ -128,9 +127,9 @@ class Embedding(nn.Module):
         # module, in the same order on all ranks.
         vectors = None
         for tokens, bin_module in zip(self._ranges, self.bins, strict=True):
-            found_BL1 = ((tokens_BL >= tokens.start) & (tokens_BL < tokens.stop))[:, :, None]
+            in_bin_BL1 = ((tokens_BL >= tokens.start) & (tokens_BL < tokens.stop))[:, :, None]
             looked_up = bin_module((tokens_BL - tokens.start).clamp(0, len(tokens) - 1))
-            vectors = looked_up if vectors is None else torch.where(found_BL1, looked_up, vectors)
+            vectors = looked_up if vectors is None else torch.where(in_bin_BL1, looked_up, vectors)
         assert vectors is not None
         return vectors
 
@@ -205,11 +204,11 @@ class AdaptiveSoftmax(nn.Module):
         """Return the NLL [B, L] of the targets in float32; without targets, log-probabilities."""
         hidden_TD = hidden_BLD.flatten(0, 1)
         if self._output_scale != 1.0:
-            hidden_TD = hidden_TD * self._output_scale  # and so logits, but not their biases
+            hidden_TD = hidden_TD * self._output_scale  # scales logits, but not their biases
         if targets_BL is None:
             return self._log_probabilities(hidden_TD).unflatten(0, hidden_BLD.shape[:2])
         targets_T = targets_BL.flatten()
-        if targets_T.is_cpu and len(targets_T):  # elsewhere the device would have to be waited for
+        if targets_T.is_cpu and len(targets_T):  # on a GPU the host would have to wait for it
             self._refuse_unknown(*targets_T.aminmax())
         size = self._chunk_tokens or len(targets_T)
         nll: Callable[..., Any] = self._nll
@@ -220,7 +219,7 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat([nll(*chunk, sums) for chunk in chunks]).view(targets_BL.shape)
 
     def _refuse_unknown(self, lowest: Tensor, highest: Tensor) -> None:
-        """Raise IndexError unless the targets are tokens; no value stands for one to ignore."""
+        """Raise IndexError unless all targets are tokens; no value means a target to ignore."""
         known = range(self._ranges[-1].stop)
         for target in (int(lowest), int(highest)):
             if target not in known:

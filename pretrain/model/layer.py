@@ -28,7 +28,7 @@ def mixer_class(kind: str) -> Any:
 
 
 def check_facts(config: ModelConfig, kind: str, mixer: nn.Module) -> None:
-    """Raise ConfigError unless the mixer has just the parameters that its facts name."""
+    """Raise ConfigError unless the mixer has exactly the parameters that its facts name."""
     facts = {name: weight.shape for name, weight in mixer_facts(kind).weights(config).items()}
     # Under ZeRO-3 a parameter is an empty vector between its uses; `ds_shape` has its shape.
     built = {
@@ -49,9 +49,9 @@ class ResidualLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, kernel: AttentionKernel) -> None:
         super().__init__()
         self._norms_inputs = config.norm_position == "pre"
-        # Compile what lies between two attentions, in training.
+        # Whether to compile, in training, what lies between two attentions.
         self.compiles = False
-        self._kind = config.kinds[layer]  # names its parameters, too
+        self._kind = config.kinds[layer]  # also the mixer's name in names of parameters
         self.add_module(self._kind, mixer_class(self._kind)(config, layer, kernel))
         check_facts(config, self._kind, self.mixer)
         self.attention_norm = new_norm(config)
@@ -66,7 +66,7 @@ class ResidualLayer(nn.Module):
     def _completed(
         self, hidden_BLD: Tensor, attended_BLD: Tensor, dropout: DropoutStream | None
     ) -> Tensor:
-        """Add residuals, norms and the feed-forward layer to what attention read."""
+        """Add residuals, norms and the feed-forward layer to what the mixer read."""
         hidden_BLD = hidden_BLD + attended_BLD
         if self._norms_inputs:
             normed_BLD = self.feed_forward_norm(hidden_BLD)
@@ -94,10 +94,10 @@ class StateLayer(ResidualLayer):
         dropout: DropoutStream | None,
         carries_gradient: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Return the layer's output and the parts after it, which have a gradient only if asked.
+        """Return the layer's output and the parts after it, detached unless `carries_gradient`.
 
-        `inputs` are the parts, and the documents of the tokens, counted from the token before the
-        segment, or None where all belong to one.
+        `inputs` are the parts before it and the tokens' documents, counted from the token before
+        the segment; None: all tokens belong to one document.
         """
         segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
         read_BLD, *parts = self.mixer(segment_BLD, *inputs)
@@ -118,7 +118,7 @@ class RowsLayer(ResidualLayer):
         visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
-        """Return the layer's output; `positions` as its mixer's `inputs` takes them, u and v."""
+        """Return the layer's output; `positions` are positions, u and v of the mixer's `inputs`."""
         segment_BLD, gain_and_bias = hidden_BLD, []
         if self._norms_inputs:
             # Memory holds the residual stream, so it passes the norm with its current parameters.

@@ -121,7 +121,7 @@ class MemoryLayout:
         """Return the memory after a segment whose hidden states are not kept.
 
         Rows stay, and their documents count from the segment's end. If documents are isolated, a
-        lane where one started gets the state of an empty memory.
+        lane where a document started gets the state of an empty memory.
         """
         if memory is None:
             return None
@@ -145,7 +145,7 @@ class MemoryLayout:
 
 
 def num_rows(memory: Memory | None) -> int:
-    """Return M, the rows that are not compressed, of the layer that has the most."""
+    """Return M, the most uncompressed rows that any layer has."""
     return memory[-1].shape[1] if memory else 0
 
 
@@ -245,7 +245,7 @@ def document_starts(tokens_BL: Tensor, end_id: int) -> Tensor:
 
 
 def last_rows(old_BMX: Tensor, new_BLX: Tensor, length: int) -> Tensor:
-    """Return the last `length` of the old rows and the new ones."""
+    """Return the last `length` rows of the old and the new ones together."""
     surplus = old_BMX.shape[1] + new_BLX.shape[1] - length
     # Copy the rows: a view would keep the activations of the whole segment in memory.
     first_new = max(0, surplus - old_BMX.shape[1])

@@ -36,8 +36,8 @@ class Compression(nn.Module):
         shape = (config.d_model, self._rate * config.d_model)
         self.weight = normal(*shape, std=config.matrix_init_std)
         self.bias = zeros(config.d_model)
-        # Attention's own, registered here too: ZeRO-3 gathers a module's parameters when the module
-        # is called.
+        # Attention's weights, registered here too: ZeRO-3 gathers a module's parameters when the
+        # module is called.
         self.query_weight = attention.query_weight
         self.key_value_weight = attention.key_value_weight
 
@@ -52,10 +52,10 @@ class Compression(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the compressed rows [B, K, D] and the reconstruction error (0 without gradients).
 
-        With the documents of leaving rows and segment, documents are isolated: a group's rows of
-        another document than its last row's count as 0, and no query reads rows of another
-        document. It normalizes as `layer` does. This is called without rows to compress as well:
-        under ZeRO-3 every rank must run every module.
+        Given the documents of leaving rows and segment, documents are isolated: in a group, rows of
+        another document than the last row's count as 0, and no query reads rows of another
+        document. Rows are normalized as in `layer`. This also runs without rows to compress: under
+        ZeRO-3 every rank must run every module.
         """
         groups_BKXD = leaving_BXD.unflatten(1, (leaving_BXD.shape[1] // self._rate, self._rate))
         own_BKX = seen_BLX = seen_BLK = None
@@ -81,8 +81,8 @@ class Compression(nn.Module):
         squares_BNLH = (found_BNLH - expected_BNLH).square()
         if seen_BLK is None:
             return compressed_BKD, squares_BNLH.mean()
-        # Queries that see no compressed row count as 0. The mean over the others would weigh a lane
-        # by those that share its forward pass.
+        # Queries that see no compressed row count as 0. In a mean over the other queries, a lane's
+        # weight would depend on the lanes in its forward pass.
         sees_B1L1 = seen_BLK.any(2)[:, None, :, None]
         return compressed_BKD, squares_BNLH.where(sees_B1L1, 0.0).mean()
 
@@ -119,9 +119,9 @@ class MemoryTokens(nn.Module):
     """The vectors that a segment reads from the previous one, and writes for the next.
 
     Layers get [read tokens | segment | write tokens] as one causal sequence. Both groups start as
-    what the segment before has written, or as learned vectors if there is nothing: zeros. What the
-    last layer returns for the write tokens is carried on. Layers that normalize their inputs leave
-    their sum to grow from segment to segment, so it is normalized here.
+    what the previous segment has written. If that is zeros, nothing was written, and they start as
+    learned vectors. What the last layer returns for the write tokens is carried on. With pre-norm
+    layers it would grow from segment to segment, so it is normalized here.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -129,15 +129,15 @@ class MemoryTokens(nn.Module):
         self.initial = normal(config.memory_tokens, config.d_model, std=config.init_std)
         self.norm = new_norm(config) if config.norm_position == "pre" else None
         self._scale = config.embedding_scale
-        self._count = config.memory_tokens  # ZeRO-3 has sharded the parameter when it is asked
+        self._count = config.memory_tokens  # `initial` may be sharded, without this dimension
 
     def forward(
         self, hidden_BLD: Tensor, written_BXD: Tensor, is_new_document_B: Tensor | None
     ) -> Tensor:
         """Return the segment between its read and its write tokens, [B, X + L + X, D].
 
-        Where documents are isolated, the write tokens know nothing of what was written before a new
-        document started; that the tokens of this document see no read tokens is up to the masks.
+        Where documents are isolated and a new one has started, the write tokens start as learned
+        vectors. Masks hide the read tokens from the new document's tokens.
         """
         initial_XD = self.initial * self._scale
         has_written_B11 = written_BXD.flatten(1).any(1)[:, None, None]
@@ -156,7 +156,7 @@ class MemoryTokens(nn.Module):
 def documents_with_tokens(documents_BL: Tensor, count: int) -> Tensor:
     """Return the documents of read tokens, segment and write tokens.
 
-    Read tokens belong to the document of the token before the segment, write tokens to the last.
+    Read tokens have the document of the token before the segment, write tokens the last token's.
     """
     if not count:
         return documents_BL

@@ -77,7 +77,7 @@ class LayerNorm(nn.Module):
     def forward(self, values: Tensor, *, frozen: bool = False, apart: bool = False) -> Any:
         """Return the normalized values; `frozen` keeps gradients from gain and bias.
 
-        With `apart`: the values without gain and bias, and both, copied, because ZeRO-3 frees
+        With `apart`, return the values without gain and bias, and copies of these: ZeRO-3 frees
         parameters when `forward` returns.
         """
         if apart:
@@ -128,7 +128,7 @@ def load_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if missing or unknown:
         raise CheckpointError(
             f"the parameters do not fit the model: missing {missing[:3]}, unknown {unknown[:3]} "
-            f"({len(missing)} and {len(unknown)} in all); use their own configuration"
+            f"({len(missing)} and {len(unknown)} in all); use the configuration of their model"
         )
     for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:

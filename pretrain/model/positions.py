@@ -1,4 +1,4 @@
-"""How attention sees distances: the paper's sinusoid encodings, rotations, biases per distance.
+"""How attention encodes distances: the paper's sinusoids, rotations, or biases per distance.
 
 The last key is at distance 0 from the last query. Whatever is indexed by C runs from the farthest
 key to the nearest. No position is absolute, so memory rows need none. Letters of shapes as in
@@ -37,8 +37,8 @@ class Stretch:
     """Angles for `factor` (s) times the `trained` number of keys: NTK-aware scaling or YaRN.
 
     NTK-aware scaling leaves the fastest frequency and divides the slowest by s. YaRN (Peng et al.
-    2023, arXiv 2309.00071) leaves what turns 32 times or more within the trained keys, divides by s
-    what turns once or less, and in between goes linearly from one to the other.
+    2023, arXiv 2309.00071) leaves frequencies with 32 turns or more within the trained keys,
+    divides frequencies with one turn or less by s, and interpolates linearly in between.
     """
 
     kind: RopeExtension
@@ -63,7 +63,7 @@ class Stretch:
 
     @property
     def size(self) -> float:
-        """What encodings are multiplied by: of queries and keys, so that scores have its square."""
+        """The factor of encodings; queries and keys both get it, so scores get its square."""
         match self.kind:
             case "none" | "ntk":
                 return 1.0
@@ -92,7 +92,7 @@ class RelativePositions:
         key = (dtype, device)
         table = self._tables.get(key)
         if table is None or len(table) < num_keys:
-            # A table made during inference must serve training later.
+            # Not an inference tensor, because training may use the table later.
             with torch.inference_mode(False), torch.no_grad():
                 table = self._computed(num_keys, dtype, device)
             self._tables[key] = table

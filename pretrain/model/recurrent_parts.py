@@ -14,8 +14,8 @@ SOFTPLUS_LINEAR = 40.0  # from here on log(1 + exp(x)) is x, also in float64
 def softplus(values: Tensor) -> Tensor:
     """Return log(1 + exp(x)).
 
-    Torch's own, and its sigmoid, round the last few values of a tensor in another way than the
-    others. Gates are so small that a lane's would depend on the number of lanes.
+    Torch's softplus and sigmoid round the last few values of a tensor differently from the others.
+    Gates are such small tensors that a lane's values would depend on the number of lanes.
     """
     return values.clamp(max=SOFTPLUS_LINEAR).exp().log1p() + relu(values - SOFTPLUS_LINEAR)
 
@@ -34,7 +34,7 @@ def is_new_BL1(documents_BL: Tensor) -> Tensor:
 def convolved(rows_BXY: Tensor, weight_X1Y: Tensor, documents_BL: Tensor | None) -> Tensor:
     """Return each token's causal convolution, per channel, in its document: [B, L, Y].
 
-    The rows are the tail's and the segment's; `weight_X1Y` has the earliest of its taps first.
+    The rows are the tail's and the segment's; `weight_X1Y` has the tap of the earliest row first.
     """
     before = len(weight_X1Y) - 1
     num_tokens = rows_BXY.shape[1] - before
@@ -50,9 +50,9 @@ def convolved(rows_BXY: Tensor, weight_X1Y: Tensor, documents_BL: Tensor | None)
 
 
 def tail_of(rows_BXY: Tensor, count: int, documents_BL: Tensor | None) -> Tensor:
-    """Return a copy of the last `count` rows: zero in another document than the last one's.
+    """Return a copy of the last `count` rows, with zeros for other documents than the last row's.
 
-    Zero is as good as not there, so a tail needs no documents of its own.
+    Zeros add nothing to the convolution, so a tail needs no documents of its own.
     """
     last_BXY = rows_BXY[:, -count:]
     if documents_BL is None:
@@ -79,8 +79,8 @@ def chunked(values_BLNX: Tensor, num_chunks: int) -> Tensor:
 def chunk_decays(log_decay_ZBNYH: Tensor, documents_BL: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the decay between any two tokens of a chunk and since its start, by channel.
 
-    They are [Z, B, N, Y, Y, H], without the last where H is 1, and [Z, B, N, Y, H]; 0 across a
-    document's start. The earlier of the Ys is the later tokens'; it is 0 where the key is later.
+    They are [Z, B, N, Y (query), Y (key), H], without H where it is 1, and [Z, B, N, Y, H]. Decays
+    are 0 across a document's start and where the key is later than the query.
     """
     num_chunks, size = len(log_decay_ZBNYH), log_decay_ZBNYH.shape[-2]
     later = torch.ones(size, size, dtype=torch.bool, device=log_decay_ZBNYH.device).triu(1)
@@ -92,8 +92,8 @@ def chunk_decays(log_decay_ZBNYH: Tensor, documents_BL: Tensor | None) -> tuple[
         before_ZB1 = torch.cat([torch.zeros_like(documents_ZBY[:1]), documents_ZBY[:-1]])[..., -1:]
         hidden = later | (documents_ZBY[..., None] != documents_ZBY[..., None, :])
         is_carried = (documents_ZBY == before_ZB1)[:, :, None, :, None]
-    # Sums over the earlier tokens of the same document. A cumulative sum would be rounded by the
-    # documents before, and on a GPU in no fixed order.
+    # Sums over the earlier tokens of the same document. A cumulative sum would be rounded with the
+    # earlier documents in it, and on a GPU in no fixed order.
     summed = hidden.logical_not().to(log_decay_ZBNYH.dtype)
     hidden = hidden if is_carried is None else hidden[:, :, None]
     # Masked before the exponential: the difference is positive where the key is later.

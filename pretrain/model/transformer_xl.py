@@ -104,7 +104,7 @@ class TransformerXL(nn.Module):
         self.memory_tokens = MemoryTokens(config) if config.memory_tokens else None
         self._stretches: tuple[Stretch | None, ...] = (None,) * config.num_layers
         self._encodings: dict[Stretch | None, RelativePositions] = {None: self._encodings_of(None)}
-        # Each layer's most keys of a segment in training, where `rope_extension` is to act.
+        # The most keys of each layer in training; while it is empty, `rope_extension` does not act.
         self.trained_keys: tuple[int, ...] = ()
 
     def forward(
@@ -138,7 +138,7 @@ class TransformerXL(nn.Module):
         memory_length: int | None = None,
         num_last: int | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Return log-probabilities after each of the last `num_last` tokens (all), and the memory.
+        """Return log-probabilities after the last `num_last` tokens (default: all), and the memory.
 
         Their shape is [B, `num_last`, V]. Not for ZeRO-3, whose hooks act in `forward`.
         """
@@ -158,9 +158,9 @@ class TransformerXL(nn.Module):
     ) -> tuple[Tensor, Memory, Tensor | None]:
         """Return the output layer's input [B, L, D], the next memory, the compression's error.
 
-        The tokens are `num_segments` segments, read one after the other. The gradient of a later
-        one reaches the earlier through memory; none reaches the given memory. The error is the mean
-        of the segments'.
+        The tokens are `num_segments` segments, read one after the other. Gradients of a later one
+        reach earlier ones through memory, but not the given memory. The error is the mean over the
+        segments.
         """
         assert tokens_BL.shape[1] % num_segments == 0, (tokens_BL.shape, num_segments)
         state = MemoryLayout(self.config, memory_length)
@@ -234,7 +234,7 @@ class TransformerXL(nn.Module):
         compressed_BK = carried.compressed_documents_BK
         read_BL = documents_with_tokens(documents_BL, self.config.memory_tokens)
         documents = (compressed_BK, carried.documents_BM, read_BL)
-        documents_BC = torch.cat([each for each in documents if each is not None], dim=1)
+        documents_BC = torch.cat([part for part in documents if part is not None], dim=1)
         positions = self.positions(documents_BC.shape[1], hidden_BLD, dropout)
         length, num_leaving = state.parts.memory_length, 0
         if compressed_BK is not None and length:
@@ -302,7 +302,7 @@ class TransformerXL(nn.Module):
         return last_rows(compressed_BKD, new_BKD.detach(), length), error
 
     def _remembered(self, carried: Carried, layers: list[LayerParts], segment: Segment) -> Carried:
-        """Return what is carried on, with documents that count back from the segment's last."""
+        """Return what is carried on, with documents counted back from the segment's last token."""
         parts, documents_BL = segment.state.parts, segment.documents_BL
         last_B1, compressed_BK = documents_BL[:, -1:], carried.compressed_documents_BK
         documents_BM = segment.kept(carried.documents_BM, documents_BL, parts.memory_length)
@@ -314,7 +314,7 @@ class TransformerXL(nn.Module):
     def positions(
         self, num_keys: int, hidden_BLD: Tensor, dropout: DropoutStream | None = None
     ) -> list[Tensor]:
-        """Return each layer's encodings [C, D or H] or biases [C, N], farthest first, dropped."""
+        """Return each layer's encodings [C, D or H] or biases [C, N], farthest first."""
         made = {
             stretch: self._positions_CX(encodings, num_keys, hidden_BLD, dropout)
             for stretch, encodings in self._encodings.items()
@@ -337,7 +337,7 @@ class TransformerXL(nn.Module):
         return dropout.drop_shared(positions_CX, self.config.dropout, Site.POSITIONS)
 
     def expect_keys(self, longest_memory: int, segment_length: int) -> None:
-        """Read with memories and segments of up to these lengths.
+        """Prepare for memories and segments of up to these lengths.
 
         Where a layer then sees more keys than in training, `rope_extension` acts.
         """

@@ -60,7 +60,7 @@ class SegmentKeys:
                 device=documents_BC.device,
             )
             if self._config.softmax_scaling == "log_length":
-                # Here, since compiled layers would each compute it again.
+                # Compute it now, because each compiled layer would compute it again.
                 _ = self._visibility[key].num_visible_BL
         return self._visibility[key]
 
@@ -76,7 +76,7 @@ class Visibility:
 
     num_queries: int
     num_keys: int
-    window: int = 0  # as in `forbidden_LC`
+    window: int = 0  # hides keys at this distance or farther; 0: none
     documents_BC: Tensor | None = None  # set if documents are isolated
     dtype: torch.dtype
     device: torch.device

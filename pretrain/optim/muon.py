@@ -127,7 +127,7 @@ class Muon(GuardedAdamW):
         super().__init__(
             groups, lr=0.0, betas=optim.betas, eps=optim.epsilon, weight_decay=0.0, fused=True
         )
-        self._dtype = dtype  # in which matrices are made orthogonal
+        self._dtype = dtype  # of matrices while they are made orthogonal
         self._exchanges: dict[tuple[str, ...], MatrixExchange] = {}
 
     def _update(self) -> None:
