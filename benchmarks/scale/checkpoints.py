@@ -51,7 +51,7 @@ def checkpoint_costs(directory: Path) -> Iterator[Cost]:
         name="publication: from the last report to the published checkpoint", unit="s",
         measured={ranks: publication_seconds(directory, ranks) for ranks in RANKS},
         at_most=SECONDS, detail=f"real reports of {PARAMETERS} parameters under ZeRO-3, over a "
-        "real store, as a rank posts its own once its files are on disk; elapsed, on a local disk",
+        "real store; elapsed, on a local disk",
     )  # fmt: skip
     yield Cost(
         name="restore: bytes that the busiest rank hashes, over all bytes / ranks", unit="x",

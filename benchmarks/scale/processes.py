@@ -62,8 +62,8 @@ def _saves(measured: dict[int, float]) -> Cost:
         name="save: exchanges that the loop waits for", unit="ms", measured=measured,
         expected={ranks: num_rounds(ranks) * measured[2] for ranks in RANKS},
         at_most=MOST_MILLISECONDS_OF_A_SAVE,
-        detail="the shortest tenth of four exchanges in log2(ranks) rounds and two broadcasts; "
-        "from 64 on the rounds, each as long as that of 2; a network adds its own latency",
+        detail="10th percentile of four exchanges in log2(ranks) rounds and two broadcasts; from "
+        "64 on computed as in the second row",
     )  # fmt: skip
 
 
@@ -76,23 +76,22 @@ def _stop_requests(of: Callable[..., dict[int, float]]) -> Iterator[Cost]:
     rounds = {size: float(num_rounds(size)) for size in SIZES}
     yield Cost(
         name="stop request: rounds of its exchange", measured=rounds,
-        detail="counted; in each a rank sends one message and waits for one",
+        detail="counted; in each a rank sends and receives one message",
     )  # fmt: skip
     exchange, waits = of("exchange", 1e3), of("wait", 1e3)
     expected = {ranks: num_rounds(ranks) * exchange[2] for ranks in RANKS}
     yield Cost(
         name="stop request: from asking to the answer, nothing beside it", unit="ms",
         measured=exchange, expected=expected,
-        detail="gloo, the shortest tenth; more than 2 ranks share cores here, so from 64 on it is "
-        "the rounds, each as long as that of 2; a network adds its own latency",
+        detail="gloo, 10th percentile; more than 2 ranks share cores here, so from 64 on it is the "
+        "rounds times the time of 2 ranks; a network adds its latency",
     )  # fmt: skip
     behind = 1e3 * STEP_SECONDS
     yield Cost(
         name="stop request: a step's wait for the answer", unit="ms", measured=waits,
         expected={ranks: max(min(waits.values()), expected[ranks] - behind) for ranks in RANKS},
         at_most=MOST_MILLISECONDS,
-        detail=f"shortest quarter of the waits; asked {behind:g} ms before it is needed, so what "
-        "the row above has beyond them",
+        detail=f"lower quartile; asked {behind:g} ms before the answer is needed",
     )  # fmt: skip
     yield Cost(
         name="stop request: CPU time of a rank's main thread per step", unit="ms",
