@@ -42,7 +42,7 @@ def test_a_job_does_what_it_is_asked_and_is_resumed_with_another_rate(runs: Runs
     again = launcher(lab, "resume", path, rate, f"optim.steps={stopped + 20}")
     resumed = SlurmRun(lab, run.dir.path, job=again.split()[1])
     resumed.wait_until_finished()
-    assert_status(resumed, "finished", step=stopped + 20)
+    assert_status(resumed, "done", step=stopped + 20)
     (changed,) = resumed.events(SettingsChanged)
     assert changed.step == stopped
     rates = {
