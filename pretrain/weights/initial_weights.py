@@ -25,6 +25,7 @@ from pretrain.model.transformer_xl import TransformerXL
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.run_paths import RUNS
 from pretrain.rundir.run_step import RunStep, run_step
 from pretrain.weights.adopted import check_source, open_weights
 from pretrain.weights.export import (
@@ -98,10 +99,14 @@ def load_initial_weights(engine: Engine, run: RunConfig) -> None:
 
 def _kept(weights: Path) -> RunStep | None:
     """Return the checkpoint that is named, or the latest of a run; None for an export."""
-    if is_export(weights):
+    head, at, step = str(weights).rpartition("@")
+    run = Path(head) if at else weights
+    in_runs = run.parent / RUNS / run.name  # the path is absolute in a resolved run
+    if not RunDir(run).exists() and RunDir(in_runs).exists():
+        run = in_runs
+    if is_export(weights) or not RunDir(run).exists():
         return None
-    named = run_step(f"{weights}@last" if RunDir(weights).exists() else weights)
-    return None if named.step is None else named
+    return run_step(f"{run}@{step if at else 'last'}")
 
 
 def _of_checkpoint(path: Path, step: int | None) -> _Origin:

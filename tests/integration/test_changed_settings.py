@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -219,3 +220,14 @@ def test_a_change_of_the_rate_resumes_from_the_local_checkpoint(experiment, tmp_
     began = find_events(ledger, TrainingBegan)[-1]
     assert (began.step, began.local) == (10, True)
     assert [event.step for event in find_events(ledger, SettingsChanged)] == [10]
+
+
+def test_a_copy_of_a_run_and_its_corpus_continues_elsewhere(trunk, tmp_path):
+    here, there = RunDir(tmp_path / "here"), RunDir(tmp_path / "there")
+    for run_dir in (here, there):
+        shutil.copytree(trunk.path, run_dir.path)
+    shutil.copytree(trunk.config.data.path, tmp_path / "corpus")
+    train("torch", here.path / "config.yaml", here)
+    assert launcher(["resume", str(there.path), f"data.path={tmp_path / 'corpus'}"]) == 0
+    assert there.config.data.path == tmp_path / "corpus"
+    assert run_differences(here, there, STEPS) == []

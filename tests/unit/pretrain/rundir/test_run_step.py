@@ -11,6 +11,7 @@ from pretrain.checkpoint.verify import note_refusal
 from pretrain.config.run import ModelConfig, RunConfig
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_step import run_step
+from pretrain.weights.initial_weights import _kept
 from tests.helpers.checkpoints import publish_step
 
 RUN = RunConfig(name="tiny", model=ModelConfig(vocab_size=300))
@@ -84,3 +85,10 @@ def test_the_best_checkpoint_is_the_best_of_those_scored_on_the_same_tokens(runs
     run_dir.evaluations.write_text(line(16, 2.2, whole) + line(8, 1.9, whole))
     assert run_step("tiny@best").step == 8, "of three on the same tokens"
     assert not caplog.text
+
+
+def test_weights_to_start_from_are_of_a_run_that_is_named_as_in_runs(runs):
+    tiny = Path("runs/tiny").absolute()
+    assert _kept(Path("tiny@8").absolute()) == _kept(tiny.with_name("tiny@8")) == (tiny, 8)
+    assert _kept(tiny) == (tiny, 32)
+    assert _kept(Path("nowhere@8").absolute()) is None
