@@ -51,7 +51,7 @@ class Ranks(Protocol):
 
     logs: list[Path]  # in rank order
     first_failure: int | None  # the first rank that failed; known after `wait`
-    was_stopped: bool  # whether others than this supervisor ended all at once; after `wait`
+    was_stopped: bool  # whether another program ended all ranks at once; known after `wait`
 
     def wait(self, *, meanwhile: Callable[[], None]) -> Sequence[int]:
         """Wait until all have exited; return their exit statuses in rank order. Calls `meanwhile`

@@ -149,7 +149,7 @@ def in_container(
 
 
 class SlurmRanks:
-    """The ranks of one attempt, already started. They may write while `token` holds the run."""
+    """The ranks of one attempt, already started. They may write while `token` claims the run."""
 
     def __init__(self, step: Step, run_dir: RunDir, attempt: int, token: str) -> None:
         self._step = step
