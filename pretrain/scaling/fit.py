@@ -161,6 +161,11 @@ class Fit:
         return next((approach for approach in self.approaches if approach.key == key), None)
 
     @property
+    def drawn(self) -> Approach:
+        """The first approach that predicts runs of all sizes: approach 1 predicts the lowest."""
+        return next((item for item in self.approaches if item.key != "lowest"), self.approaches[0])
+
+    @property
     def law(self) -> Approach | None:
         """The law of N and D to rely on, of approach 3: tied or not."""
         return next(

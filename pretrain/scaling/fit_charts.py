@@ -94,14 +94,13 @@ def frontier_chart(fit: Fit) -> Figure:
 
 
 def residuals_chart(fit: Fit) -> Figure:
-    """The relative error of the law of N and D for each run, over its FLOPs, colored by D/N."""
+    """The relative error of the first law for each run that it predicts, over FLOPs, by D/N."""
     from matplotlib.colors import LogNorm
 
     figure, axes = canvas(3.4, FLOPS, "(predicted - measured) / measured loss, %")
-    assert fit.law
-    assert fit.law.fit
-    points = fit.points
-    error_P = 100 * (fit.law.fit.losses(points) / points.loss_P - 1)
+    assert fit.drawn.fit
+    points = fit.points.take(np.isfinite(fit.drawn.fit.losses(fit.points)))
+    error_P = 100 * (fit.drawn.fit.losses(points) / points.loss_P - 1)
     ratio_P = points.tokens_P / points.parameters_P
     look: Any = {"cmap": "viridis", "norm": LogNorm(ratio_P.min(), 1.01 * ratio_P.max())}
     shown = axes.scatter(points.flops_P, error_P, c=ratio_P, s=18, linewidths=0, **look)

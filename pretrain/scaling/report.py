@@ -367,9 +367,9 @@ def fit_parts(fit: Fit) -> list[Part]:
         "sizes": (partial(sizes_chart, fit), optimum),
     }
     errors = {}
-    if fit.law:
+    if fit.drawn.key != "lowest":
         caption = (
-            f"Prediction of law {fit.law.title} minus measured loss of every fitted run, in "
+            f"Prediction of {fit.drawn.title} minus measured loss of every fitted run, in "
             "percent of the measured loss. A trend with FLOPs or color is an effect that the law "
             "does not describe"
         )
