@@ -41,7 +41,7 @@ def process_costs(_: Path) -> Iterator[Cost]:
 
 
 def _descriptors(of_main: dict[int, float], of_another: dict[int, float]) -> Iterator[Cost]:
-    """Yield what is open on rank 0, which has the store's connections as well, and on another."""
+    """Yield the open descriptors of rank 0, with the store's connections, and of another rank."""
     store = growth_of({size: count - of_another[size] for size, count in of_main.items()})
     another = growth_of(of_another)
     yield Cost(
@@ -54,9 +54,9 @@ def _descriptors(of_main: dict[int, float], of_another: dict[int, float]) -> Ite
 
 
 def _saves(measured: dict[int, float]) -> Cost:
-    """Return what the loop waits for other ranks at a save, the copy of its tensors aside.
+    """Return how long the loop waits for other ranks at a save, without the copy of its tensors.
 
-    Of more ranks than cores it is the rounds, as with stop requests: a broadcast has as many.
+    For more ranks than cores it is predicted by rounds, as for stop requests.
     """
     return Cost(
         name="save: exchanges that the loop waits for", unit="ms", measured=measured,
@@ -70,8 +70,8 @@ def _saves(measured: dict[int, float]) -> Cost:
 def _stop_requests(of: Callable[..., dict[int, float]]) -> Iterator[Cost]:
     """Yield what each step's exchange costs.
 
-    Two ranks have a core each, and one round; more ranks share the cores of one machine, so that
-    their growth is that of the work of all ranks. On nodes of their own they take rounds alone.
+    Two ranks have a core each, and one round. More ranks share the machine's cores, so the measured
+    growth is that of all ranks' work. On nodes of their own, only the number of rounds would grow.
     """
     rounds = {size: float(num_rounds(size)) for size in SIZES}
     yield Cost(

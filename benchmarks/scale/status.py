@@ -53,7 +53,7 @@ def status_costs(directory: Path) -> Iterator[Cost]:
 
 
 def write_heartbeats(run: RunDir, ranks: int) -> None:
-    """Write what the ranks of other nodes would write."""
+    """Write the heartbeats that ranks of other nodes would write."""
     run.heartbeats.mkdir()
     for first in range(0, ranks, RANKS_OF_NODE):
         now, node = time.time(), f"node-{first}"
@@ -68,7 +68,7 @@ def write_heartbeats(run: RunDir, ranks: int) -> None:
 
 
 def write_metrics(run: RunDir, steps: int) -> None:
-    """Write the measurements of so many steps, ten of them in an interval."""
+    """Write the measurements of `steps` steps, ten of them in an interval."""
     interval = {"tokens_per_second": 8.0, "seconds": 10.0, "train_loss": 1.0, "time": 1e9}
     with run.metrics.open("w") as file:
         for step in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""`pretrain adopt`: an experiment that trains a checkpoint of Hugging Face with carried state."""
+"""`pretrain adopt`: an experiment that trains a Hugging Face model with carried state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pretrain.terminal.text import counted, si
 if TYPE_CHECKING:
     from pretrain.model.adopted import AdoptedModel
 
-LANES, SEGMENT, STEPS = 16, 1024, 500  # where the corpus is large enough
+LANES, SEGMENT, STEPS = 16, 1024, 500  # lanes and tokens, fewer for a small corpus; steps
 _OPTIM = {
     "steps": STEPS,
     "learning_rate": 3e-5,
@@ -34,8 +34,8 @@ _OPTIM = {
     "schedule": {"warmup_steps": STEPS // 20},
 }
 _COMMENTS = {
-    "initial_weights": "its weights and tokenizer; must stay there",
-    "model.memory_length": "keys and values of attention layers that lanes carry",
+    "initial_weights": "weights and tokenizer; the directory must stay there",
+    "model.memory_length": "rows of keys and values that lanes carry, per attention layer",
     "model.adopted": "measured by 'pretrain adopt'",
     "optim.learning_rate": "tune it",
 }
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check that the model carries its state right, measure it, and write the file."""
+    """Check that the model carries its state correctly, measure it, and write the experiment."""
     file: Path = arguments.output
     require_yaml_name(file)
     refuse_overwrite(file)
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not check.passed:
             result = check.note or f"{check.found:.2g}, at most {check.limit:g}"
             raise ConfigError(
-                f"{arguments.directory} does not carry its state right ({check.name}): "
+                f"{arguments.directory} does not carry its state correctly ({check.name}): "
                 f"{check.meaning}: {result}; 'pretrain check-mixer --model' shows all checks"
             )
     config = _experiment(arguments, file.stem, module, text)

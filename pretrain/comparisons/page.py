@@ -133,7 +133,7 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
 
 
 def member_losses(results: Sequence[MemberResult]) -> Figure:
-    """The losses of every member's seeds, and their mean."""
+    """Draw the losses of every member's seeds, and their mean."""
     figure, axes = canvas(0.8 + 0.4 * len(results), LOSS, "")
     for index, (result, color) in enumerate(zip(results, spread_colors(len(results)), strict=True)):
         losses, style = list(result.seeds.losses.values()), {"color": color, "markersize": 5}

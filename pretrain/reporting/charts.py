@@ -332,7 +332,7 @@ def _speed(history: History, axes: Axes) -> None:
 
 
 def _learning_rate(history: History, axes: Axes) -> None:
-    """The rate of each update, and where a resume has changed settings of updates."""
+    """Draw the rate of each update, and the steps at which a resume changed settings of updates."""
     axes.plot(*history.series("learning_rate"), color=SECOND, linewidth=1.4)
     steps = {change.step for change in setting_changes(history.ledger)}
     for number, step in enumerate(sorted(steps)):

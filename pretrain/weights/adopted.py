@@ -1,4 +1,4 @@
-"""The weights of an adopted model: read from a directory of Hugging Face, and written back."""
+"""The weights of an adopted model: read from a Hugging Face directory, and written back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pretrain.model.transformers_modules import (
 )
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PREFIX = "inner."  # of parameters in AdoptedModel
+PREFIX = "inner."  # AdoptedModel's names of parameters begin with it
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
@@ -43,10 +43,10 @@ def check_source(directory: Path, config: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def open_weights(directory: Path, tree: Mapping[str, Any]) -> Iterator[Callable[[str], Tensor]]:
-    """Yield what reads a parameter of AdoptedModel by name from a directory of Hugging Face.
+    """Yield a function that reads a parameter of AdoptedModel, by name, from the directory.
 
-    `tree` is its config.json. Where it names its tensors otherwise, transformers converts all of
-    them, in host memory.
+    `tree` is the directory's config.json. If its files have other names of tensors than the model,
+    transformers converts all of them, in host memory.
     """
     files, read = _files_of_tensors(directory), dict[str, Any]()
     names = {name for name, _ in empty_inner(tree).named_parameters()}
@@ -78,7 +78,9 @@ def _files_of_tensors(directory: Path) -> dict[str, str]:
         tree = read_json(directory / INDEX, LARGEST_JSON)
         files = tree.get("weight_map") if isinstance(tree, dict) else None
         if not isinstance(files, dict) or not all(map(is_plain_name, files.values())):
-            raise CheckpointError(f"{directory / INDEX} does not list names of files")
+            raise CheckpointError(
+                f"{directory / INDEX} has no weight_map of file names; fetch the directory again"
+            )
         return files
     if not (directory / WEIGHTS).is_file():
         raise CheckpointError(
@@ -92,7 +94,7 @@ def write_back(directory: Path, module: AdoptedModel, source: Path) -> None:
     """Write the model as its own class saves it, with the tokenizer of `source`."""
     assert module.config.facts is not None
     module.inner.save_pretrained(directory)
-    for path in directory.glob("*.safetensors"):  # else its owner's alone
+    for path in directory.glob("*.safetensors"):  # they are made readable by their owner only
         path.chmod(directory.stat().st_mode & 0o666)
     own = module.config.facts.config
     tree = {name: value for name, value in own.items() if name not in ("torch_dtype", "dtype")}

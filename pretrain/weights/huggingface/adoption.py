@@ -1,7 +1,8 @@
-"""Measures the facts of a model of transformers on the model itself, and checks its state.
+"""Measures the facts of a transformers model on the model itself, and checks its state.
 
-As `pretrain.mixers.check` does with a kind of layer, in float32: what the adapter reads in segments
-is compared with what transformers reads at once, without a cache.
+The checks are like those of a kind of layer (`pretrain.mixers.check`), but in float32. They compare
+the logits of a text that the adapter reads in segments with those of transformers, which reads the
+text at once, without a cache.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from pretrain.model.transformers_modules import (
 )
 from pretrain.weights.adopted import PREFIX, open_weights
 
-EXACT = 1e-4  # in float32, as a part of what it changes to read segments without what they carry
-LANES, LENGTH = 2, 96  # of the text of the checks
-SHORT = 64  # tokens for which FLOPs and bytes are counted; then for twice that number
-SEVERAL = (17, 1, 30, 1, 1, 46)  # lengths of segments
+EXACT = 1e-4  # largest relative difference; of logits, relative to what the memory changes
+LANES, LENGTH = 2, 96  # lanes and tokens of the text of the checks
+SHORT = 64  # FLOPs and bytes are counted for so many tokens, and for twice as many
+SEVERAL = (17, 1, 30, 1, 1, 46)  # lengths of segments, LENGTH in sum
 
 
 def adopted_model(directory: Path) -> AdoptedModel:
@@ -77,7 +78,7 @@ def adopted_model(directory: Path) -> AdoptedModel:
 
 
 def _measured(tree: Mapping[str, Any], inner: Any, roles: Mapping[str, Role]) -> ModelConfig:
-    rotary_frequencies(inner)  # refuses several
+    rotary_frequencies(inner)  # ConfigError if layers rotate by different angles
     with library() as transformers:
         version = transformers.__version__
     parts, num_layers = _parts(inner)
@@ -109,7 +110,7 @@ def _tokens(lanes: int, count: int, vocabulary: int) -> Tensor:
 
 
 def _cache_after(inner: Any, num_tokens: int) -> Any:
-    """Return the model's own cache after some tokens."""
+    """Return the model's own cache after it has read random tokens."""
     with library() as transformers:
         cache = transformers.DynamicCache(config=inner.config)
     tokens = _tokens(1, num_tokens, inner.get_output_embeddings().weight.shape[0])
@@ -119,7 +120,7 @@ def _cache_after(inner: Any, num_tokens: int) -> Any:
 
 
 def _parts(inner: Any) -> tuple[tuple[CachedPart, ...], int]:
-    """Return what the model's own cache holds, and of how many layers."""
+    """Return the parts of the model's own cache, and its number of layers."""
     cache, half = _cache_after(inner, 8), _cache_after(copy.deepcopy(inner).bfloat16(), 8)
     layers_of: dict[CachedPart, list[int]] = defaultdict(list)
     for number, (layer, rounded) in enumerate(zip(cache.layers, half.layers, strict=True)):
@@ -131,7 +132,7 @@ def _parts(inner: Any) -> tuple[tuple[CachedPart, ...], int]:
                 kind="rows" if name in ROWS else "state",
                 shape=tuple(tensor.shape[2 if name in ROWS else 1 :]),
                 in_float32=types[name] is torch.float32,
-                # Of its window, one row is the token's own.
+                # One row of the window is the token's own.
                 window=max(0, (getattr(layer, "sliding_window", 0) or 0) - 1) * (name in ROWS),
             )
             layers_of[part].append(number)
@@ -168,7 +169,7 @@ def _kept(inner: Any, num_tokens: int) -> float:
 
 
 class AdoptedSubject:
-    """A model, the text that it reads [B, T], and what transformers makes of it at once."""
+    """A model, the text that it reads [B, T], and the logits of transformers for the whole text."""
 
     def __init__(self, model: AdoptedModel) -> None:
         self.model = model
@@ -183,7 +184,7 @@ class AdoptedSubject:
     def read(
         self, cuts: Sequence[int], lanes: Any = slice(None), memory: Memory | None = None
     ) -> tuple[Tensor, Memory]:
-        """Return logits of the text in such segments, and the last memory."""
+        """Return logits of the text's end, read in segments of lengths `cuts`, and the memory."""
         parts = []
         for tokens_BL in self.tokens_BT[lanes][:, -sum(cuts) :].split(list(cuts), dim=1):
             logits_BLV, memory = self.model.read(tokens_BL, memory)
@@ -192,7 +193,7 @@ class AdoptedSubject:
         return torch.cat(parts, dim=1), memory
 
     def apart(self, logits_BTV: Tensor, expected_BTV: Tensor) -> float:
-        """Return the largest difference of logits, as a part of what memory changes."""
+        """Return the largest difference of logits, as a fraction of what the memory changes."""
         return apart([logits_BTV], [expected_BTV]) / self._memory_effect
 
     @cached_property
@@ -232,7 +233,7 @@ def _gradients(subject: AdoptedSubject) -> float:
 
 
 def _positions(subject: AdoptedSubject) -> float:
-    """Read a segment after rows that begin at position 0, and further on."""
+    """Read a segment after rows whose positions begin at 1, 7 and 1000: only distances count."""
     half = LENGTH // 2
     _, memory = subject.model.read(subject.tokens_BT[:, :half])
     differences = []
@@ -251,7 +252,7 @@ def _lanes(subject: AdoptedSubject) -> float:
 
 
 def _saved(subject: AdoptedSubject) -> float:
-    """Read on from parts that were saved, in the other order of lanes."""
+    """Continue from saved and loaded parts, with the lanes in another order."""
     half, layout = LENGTH // 2, MemoryLayout(subject.model.config)
     with torch.no_grad():
         _, memory = subject.model.read(subject.tokens_BT[:, :half])
