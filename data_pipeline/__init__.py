@@ -1,7 +1,7 @@
 """Text to token shards to lanes of segments.
 
-The lowest of the three packages: imports neither torch, pretrain nor launcher. The names below are
-for use from Python (docs/python.md); they are imported when they are first used.
+It imports `foundation`, and neither torch, pretrain nor launcher. The names below are for use from
+Python (docs/python.md); they are imported when they are first used.
 """
 
 import importlib

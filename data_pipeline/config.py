@@ -29,13 +29,13 @@ TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64"
 ShardFormat = Literal["mds", "webdataset"]
 Newlines = Literal["keep", "normalize", "drop"]
 BuiltTokenizer = Literal["unigram", "bpe", "bytes", "words", "characters", "unknown"]
-# Of the others, a file is given. `sentencepiece` is any model that was not trained here.
+# The other kinds come from a file. `sentencepiece` is any model that was not trained here.
 TokenizerKind = Literal[BuiltTokenizer, "sentencepiece", "huggingface", "tiktoken"]
 
 SMALLEST_VOCABULARY = 300  # the 256 bytes and a few pieces
 LARGEST_VOCABULARY = 1 << 24
 MOST_LANES = 1 << 17
-MOST_ROWS = 1 << 20  # of a segment or a memory
+MOST_ROWS = 1 << 20  # tokens of a segment, or rows of a memory
 LARGEST_SEED = (1 << 63) - 1
 LARGEST_SHARD_BYTES = 1 << 31  # MDS stores offsets inside a shard in 32 bits
 
@@ -47,15 +47,15 @@ class TokenizerConfig:
     kind: BuiltTokenizer = "unigram"
     """What to make: a SentencePiece model, words, or characters; unknown: the input is tokens."""
     vocab_size: int = setting(16384, Range(SMALLEST_VOCABULARY, LARGEST_VOCABULARY), unit="tokens")
-    """Size of the vocabulary; of words: at most, the most frequent ones."""
+    """Size of the vocabulary; for words the largest size, filled with the most frequent words."""
     training_bytes: int = setting(20_000_000, Range(1, MOST), unit="bytes")
     """Text to train the tokenizer on, sampled evenly over the input."""
     path: Path | None = None
     """Existing tokenizer: directory, tokenizer.json, .model or .tiktoken file; null: make one."""
     end_token: str = ""
-    """Token that ends every document; "": what the tokenizer's files name, and <eos> of words."""
+    """Token that ends every document; "": the one in the tokenizer's files, or <eos> for words."""
     end_id: int = setting(-1, Range(-1, LARGEST_VOCABULARY))
-    """Id that ends documents where the input is tokens, and is left out of them; -1: none."""
+    """Id that ends a document in an input of tokens, and is not part of it; -1: no id does."""
     pattern: str = ""
     """Regular expression that cuts texts into words, for a .tiktoken file, which lacks it."""
     special_tokens: dict[str, int] = field(default_factory=dict)
@@ -65,8 +65,8 @@ class TokenizerConfig:
         check_ranges("tokenizer.", self)
         if self.path is None and (self.pattern or self.special_tokens):
             raise ConfigError(
-                "tokenizer.pattern and tokenizer.special_tokens are of a .tiktoken file; set "
-                "tokenizer.path, or leave them out"
+                "tokenizer.pattern and tokenizer.special_tokens are for a .tiktoken file; set "
+                "tokenizer.path to it, or remove them"
             )
 
 
@@ -81,33 +81,33 @@ class CorpusConfig:
     validation_input: tuple[Path, ...] = ()
     """Files or folders of a separate validation split; then no fraction is used."""
     validation_fraction: float = setting(0.01, Range(0, 1, below=True))
-    """Part for validation: of documents by a hash of their id, of a stream at its end; 0: none."""
+    """Share for validation: documents chosen by a hash of their id, or a stream's end; 0: none."""
     test_bytes: int = setting(0, Range(0, MOST), unit="bytes")
-    """Of each file of format `stream`: bytes at its very end that are left out, for tests."""
+    """Bytes at the very end of each file of format `stream` that are in no split, for tests."""
     format: Literal["auto", SourceKind] = "auto"
-    """Format of the input; auto: by name or head; text: one document per file."""
+    """Format of the input; auto: by a file's name or first bytes; text: one document per file."""
     suffixes: tuple[str, ...] = ()
     """Read only files with these endings before .gz or .zst; []: all files."""
     text_field: str = "text"
-    """JSON field, or extension of a tar member besides txt; column of a table: text, or ids."""
+    """Where the text is: JSON field, tar member's extension besides txt, or column (text, ids)."""
     token_dtype: str = ""
     """Type of ids in arrays without a header, or in bytes of MDS files; "": uint16 in arrays."""
     id_field: str = "id"
     """Field with a record's id; a record without it is named by its file and number."""
     max_rejects: int = setting(1000, Range(0, MOST), unit="records")
-    """Unusable records after which the build stops."""
+    """The most unusable records; if there are more, the build stops."""
     newlines: Newlines = "keep"
-    """normalize: \\r\\n and \\r become \\n; drop: each \\n goes, as in the original's enwik8."""
+    """normalize: \\r\\n and \\r become \\n; drop: no \\n stays, as in Transformer-XL's enwik8."""
     split_characters: int = setting(0, Range(0, MOST), unit="characters")
     """Cut longer documents at paragraph ends into NAME#1, NAME#2, ...; 0: never."""
     shuffle_seed: int = setting(-1, Range(-1, MOST))
-    """Seed by which the documents of the training split are shuffled; -1: order of the input."""
+    """Seed of the random order of the training split's documents; -1: the input's order."""
     shuffle_bytes: int = setting(1 << 28, Range(1 << 10, MOST), unit="bytes")
-    """Host memory in which each process of a build shuffles documents."""
+    """Host memory that each process of a build uses to shuffle documents."""
     shard_format: ShardFormat = "mds"
     """Format of the shards: .mds files, or .tar files of arrays."""
     shard_bytes: int = setting(8 << 20, Range(1, LARGEST_SHARD_BYTES), unit="bytes")
-    """Size of a shard."""
+    """Size limit of a shard; a larger document gets a shard of its own."""
     threads: int = setting(0, Range(0, MOST_THREADS), unit="threads")
     """Threads that encode text; 0: one per core."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -123,10 +123,10 @@ class CorpusConfig:
             )
         if self.is_stream and (self.shuffles or self.split_characters):
             raise ConfigError(
-                "format=stream is one text in order; leave out shuffle_seed and split_characters"
+                "format=stream is one text in order; remove shuffle_seed and split_characters"
             )
         if self.test_bytes and not self.is_stream:
-            raise ConfigError("test_bytes needs format=stream; leave it out")
+            raise ConfigError("test_bytes needs format=stream; set that, or remove test_bytes")
 
     @property
     def is_stream(self) -> bool:
@@ -168,7 +168,7 @@ class MixturePart:
     repeat: float = setting(0.0, Range(0, 1e6), unit="passes")
     """Passes per epoch of the mixture; 0: one, or what the weight asks for."""
     weight: float = setting(0.0, Range(0, MOST))
-    """Part of the tokens, relative to other weights, which all parts have or none; 0: no weight."""
+    """Share of the tokens, relative to other weights; all parts have one, or none; 0: no weight."""
 
     def __post_init__(self) -> None:
         require_no_secrets("mixture", self.path)

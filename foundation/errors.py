@@ -92,7 +92,7 @@ def printable(text: str) -> str:
 
 
 def is_one_line(text: str) -> bool:
-    """Whether a terminal shows the text on one line, without effects."""
+    """Whether the text is one line without control characters and other invisible ones."""
     if text.isascii():
         return text.isprintable()  # the same, many times faster
     return not any(unicodedata.category(character) in _UNPRINTABLE for character in text)
@@ -135,7 +135,7 @@ def exit_status_of(
     report: Callable[[str], None] = print_error,
     status_of: Callable[[Exception], int] = own_status,
 ) -> int:
-    """Run a command and return its exit status, after an error the one from `status_of`.
+    """Run a command and return its exit status; after an error, `status_of` returns it.
 
     An error that a user can cause is reported as one line, by default on stderr; others are raised.
     """

@@ -1,4 +1,4 @@
 """Text sources to a corpus: documents, tokens, shards, resumable at any point.
 
-Imported by commands; uses corpora and shards.
+Imported by commands and `pretrain`; uses corpora, shards and vocabularies.
 """

@@ -1,6 +1,6 @@
 """Decompression of input files by the end of their names: .gz, .zst, or neither.
 
-What is damaged and what nothing here reads are two errors: they need two kinds of advice.
+Damaged files and files that nothing here reads are two errors: they need two kinds of advice.
 """
 
 import gzip
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 BLOCK_BYTES = 1 << 20
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-LARGEST_WINDOW = 1 << 31  # of a .zst file, in bytes of host memory; `zstd --long=31` needs it
+LARGEST_WINDOW = 1 << 31  # bytes of host memory for a .zst file; `zstd --long=31` needs them all
 # Decompressed at once: 4 bytes of .zst can be 128 KiB of text, so these are 32 MiB at most.
 ZST_PIECE_BYTES = 1 << 10
 CORRUPTION = (EOFError, zlib.error, gzip.BadGzipFile)  # raised by `decompressed` files
@@ -41,7 +41,7 @@ def is_compressed(name: str) -> bool:
 def decompressed(file: BinaryIO, name: str) -> BinaryIO:
     """Return a file's contents by its name; one of CORRUPTION if invalid. `file` stays open."""
     if is_compressed(name) and not os.fstat(file.fileno()).st_size:
-        # An aborted transfer leaves this. Compressed empty contents are not empty.
+        # An aborted transfer leaves an empty file. Compressed, empty contents are not empty.
         raise EOFError("it is empty")
     if name.lower().endswith(".gz"):
         return gzip.open(file, "rb")  # type: ignore[return-value]
@@ -97,7 +97,7 @@ class _ZstFile(io.RawIOBase):
             self._ready = memoryview(self._frame.decompress(compressed))
         except self._error as error:
             if "ictionary" in str(error):
-                raise UnreadableRecords("it needs its dictionary; compress it without") from None
+                raise UnreadableRecords("it needs a dictionary; compress it without") from None
             raise EOFError(str(error)) from None
         self._is_inside = not self._frame.eof
         return True

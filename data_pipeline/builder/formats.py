@@ -172,7 +172,7 @@ def is_companion(name: str) -> bool:
 
 
 def lists_files(path: Path, bases: Collection[str]) -> bool:
-    """Whether a file lists files: each line at its start has a checksum or ends in a base name."""
+    """Whether a file lists files: each of its first lines has a checksum or a name of `bases`."""
     if not LIST_NAME.search(path.name.lower()) or holds_records(path.name):
         return False
     lines = [line.split() for line in _head(path).splitlines() if line.strip()]

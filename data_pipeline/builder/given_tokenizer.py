@@ -1,6 +1,6 @@
 """The tokenizer in `tokenizer.path`: one of ours, or the files of another system.
 
-Which kind it is follows from the name and the settings, never from what loads it successfully.
+Its kind follows from the file's name, its format and the settings, not from what library loads it.
 """
 
 import re
@@ -27,7 +27,7 @@ from foundation.errors import ConfigError, DataError
 from foundation.files import read_json
 
 HUGGING_FACE_NAME = DESCRIPTION_NAME  # tokenizer.json, as our own description is called
-# Files beside it that may say which token ends a text.
+# Files beside a tokenizer.json that may say which token ends a text.
 HUGGING_FACE_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 TIKTOKEN_SUFFIX = ".tiktoken"
 RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # Llama 3 calls such a file tokenizer.model
@@ -53,13 +53,13 @@ class GivenTokenizer:
 
 
 def given_tokenizer(path: Path, settings: TokenizerConfig) -> GivenTokenizer:
-    """Return the tokenizer at `path`; DataError if it is not one, or its end is not known."""
+    """Return the tokenizer at `path`; DataError if it is not one, or has no end token."""
     if path.is_dir() and _holds_hugging_face(path):
         path = path / HUGGING_FACE_NAME
     if not path.is_file():
         inside = path / TOKENIZER_DIRECTORY
         if (inside / DESCRIPTION_NAME).is_file() and not (path / DESCRIPTION_NAME).exists():
-            raise DataError(f"{path} is a corpus, expected a tokenizer; give that in it, {inside}")
+            raise DataError(f"{path} is a corpus, not a tokenizer; give the one in it, {inside}")
         if path.is_dir() and not (path / DESCRIPTION_NAME).exists():
             models = [*path.glob("*.model"), *path.glob(f"*{TIKTOKEN_SUFFIX}")]
             advice = f"give {min(models)}" if models else "let its library write one"
@@ -83,7 +83,7 @@ def given_tokenizer(path: Path, settings: TokenizerConfig) -> GivenTokenizer:
 
 
 def _holds_hugging_face(directory: Path) -> bool:
-    """Whether its tokenizer.json is one of Hugging Face, and not our description."""
+    """Whether the directory's tokenizer.json is Hugging Face's, and not our description."""
     try:
         tree = read_json(directory / HUGGING_FACE_NAME, LARGEST_MODEL_BYTES)
     except (OSError, ValueError):

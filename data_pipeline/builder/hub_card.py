@@ -11,7 +11,7 @@ from foundation.files import SMALL_FILE_BYTES, open_regular
 from foundation.yaml_files import parse_yaml
 
 CARD = "README.md"
-# A split's name in the name of a file or folder: those that the hub finds, and other usual ones.
+# A split's name in the name of a file or folder: names that the hub knows, and other usual ones.
 SPLIT = re.compile(
     r"(?<![a-z])(?:(?P<train>train(ing)?)|test(ing)?|eval(uation)?|val(id(ation)?)?"
     r"|dev(el(opment)?)?|h[eo]ld[-_ ]?outs?)[-_ ]?(set|data|split)?(?![a-z])"
@@ -19,10 +19,10 @@ SPLIT = re.compile(
 
 
 def training_files(path: Path, folder: PurePosixPath, names: Collection[str]) -> list[str]:
-    """Return which of the names are training text by the card at `path`, in `folder` of the input.
+    """Return the training files by the card at `path`, which is in `folder` of the input.
 
-    By its default configuration, else by all, of those with files that are there; none if it names
-    no files. A pattern without files stands for them.
+    Configurations with files among `names` are preferred, then the default one. A pattern that
+    matches no name is returned itself. The list is empty if the card names no files.
     """
     with open_regular(path) as file:
         text = file.read(SMALL_FILE_BYTES).decode("utf-8-sig", "replace")
@@ -54,7 +54,7 @@ def _patterns(config: dict[str, Any], folder: PurePosixPath) -> Iterator[tuple[s
 
 
 def _matching(names: Collection[str], pattern: str) -> list[str]:
-    """Return the names that match a pattern, or it; only ** matches several folders."""
+    """Return the names that match a pattern, else the pattern; only ** matches several folders."""
     depth = None if "**" in pattern else pattern.count("/")
     own = pattern.replace("**/", "*")
     matching = (n for n in names if depth in (None, n.count("/")) and fnmatchcase(n, own))

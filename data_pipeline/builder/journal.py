@@ -114,7 +114,10 @@ class BuildJournal:
             ) from None
 
     def _add(self, shard: FinishedShard) -> bool:
-        """Add the shard if its files exist; return whether they do; DataError for another size."""
+        """Add the shard if its files exist, and return whether they do.
+
+        DataError if a file has another size.
+        """
         for name, expected in files_of(shard.info).items():
             path = self.output / shard.split / name
             if not path.exists():

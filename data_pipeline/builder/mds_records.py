@@ -1,7 +1,7 @@
 """Records of MDS shards that others wrote, such as LLM Foundry: text, or arrays of tokens.
 
-Layout: data_pipeline/shards/mds.py. Only the columns that are asked for are read; one that holds
-pickled values is refused.
+Layout: data_pipeline/shards/mds.py. Only the columns that the settings name are used; one that
+holds pickled values is refused.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from data_pipeline.shards.mds import InvalidShard, read_head
 from foundation.files import named_errors, open_regular
 
 ZSTD_SUFFIX = ".zstd"
-TEXT_COLUMN, BYTES_COLUMN, ARRAY_COLUMN = "str", "bytes", "ndarray"  # how MDS encodes them
+TEXT_COLUMN, BYTES_COLUMN, ARRAY_COLUMN = "str", "bytes", "ndarray"  # encodings of MDS
 
 
 def read_mds(source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None]) -> Records:
@@ -67,7 +67,7 @@ def _document(
 
 
 def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
-    """Return the numbers of a column: an array of a stated type, or bytes, with `token_dtype`."""
+    """Return a sample's numbers: an array, whose type is in `kind`, or bytes of `token_dtype`."""
     encoding, _, details = kind.partition(":")
     dtype, _, shape = details.partition(":")
     if encoding == BYTES_COLUMN and config.token_dtype:
@@ -81,7 +81,7 @@ def _tokens(raw: bytes, kind: str, config: CorpusConfig) -> np.ndarray:
         raise UnreadableRecords(
             f"column {config.text_field!r} holds {kind}, expected one dimension"
         )
-    elif not shape:  # it stands in front: number of dimensions and bytes of each, then these
+    elif not shape:  # the array begins with its shape: number and width of dimensions, then each
         dimensions, width = (raw[0] >> 2, 1 << (raw[0] & 3)) if raw else (0, 0)
         if dimensions > 1:
             raise UnreadableRecords(
@@ -115,7 +115,7 @@ def _contents(source: SourceFile) -> bytes | memoryview:
 
 
 def _hash_of(content: memoryview, name: str) -> str:
-    """Return a hash by the name that MDS has for it."""
+    """Return the hash of the content by the algorithm that MDS calls `name`."""
     import xxhash
 
     try:

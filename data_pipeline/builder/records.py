@@ -67,7 +67,7 @@ def corrupted(source: SourceFile, reason: object) -> str:
 
 
 def longest_json() -> int:
-    """Return the most bytes of JSON that may have a short enough text: \\u00xx is one character."""
+    """Return the most bytes that JSON of a valid text may have: \\u00xx is one character."""
     return 6 * LONGEST_DOCUMENT_BYTES + JSON_FRAME_BYTES
 
 
@@ -135,7 +135,7 @@ def _has_much_beside_text(raw: bytes) -> bool:
 def document_of_tokens(
     values: np.ndarray, name: str, source: str, config: CorpusConfig
 ) -> Document | Reject:
-    """Make a document of ids, without a last one that ends documents; `name` is its id."""
+    """Make a document of token ids, without an end-of-document id at the end; `name` is its id."""
     if not np.issubdtype(values.dtype, np.integer):
         return Reject(source, f"found {values.dtype}, expected ids, which are integers")
     if len(values) and values[-1] == config.tokenizer.end_id:

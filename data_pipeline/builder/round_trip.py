@@ -1,7 +1,7 @@
 """Whether a tokenizer gives texts back: a sample of a build's documents, encoded and decoded.
 
-A model of the user may normalize, drop spaces, or lack characters and the bytes to spell them. Such
-losses are in every token of the corpus, and nothing after the build could notice them.
+A user's model may normalize texts, drop spaces, or lack characters and the bytes to spell them.
+The corpus then lacks them, too, and nothing after the build could notice it.
 """
 
 from collections import Counter
@@ -14,25 +14,25 @@ from data_pipeline.vocabularies.vocabulary import UnencodableText
 from foundation.errors import DataError
 from foundation.progress import Note, Report
 
-ALWAYS = 100  # documents at the start of a build
-SAMPLED_FRACTION = 0.01  # of the others, chosen by a hash of their id
-SAMPLED_CHARACTERS = 4096  # of a document, from an offset chosen by its hash
-MOST_NAMED = 8  # lost characters in a message
+ALWAYS = 100  # documents at the start of a build that are all checked
+SAMPLED_FRACTION = 0.01  # of the later documents, chosen by a hash of their id
+SAMPLED_CHARACTERS = 4096  # checked of a document, from an offset chosen by that hash
+MOST_NAMED = 8  # lost characters that a message names
 
 
 class RoundTripCheck:
-    """Encodes and decodes a sample of the documents that pass; notes the first that is altered."""
+    """Encodes and decodes a sample of the documents that `see` gets; reports the first altered."""
 
     def __init__(self, tokenizer: Tokenizer, report: Report) -> None:
         self._tokenizer, self._report = tokenizer, report
-        self._passed, self._has_noted = 0, False
+        self._num_seen, self._has_noted = 0, False
 
     def see(self, document: Document) -> None:
         """Check the document if it is in the sample and has a text."""
         if self._has_noted or document.tokens is not None:
             return
-        self._passed += 1
-        if self._passed > ALWAYS and fraction_of(f"sample {document.id}") >= SAMPLED_FRACTION:
+        self._num_seen += 1
+        if self._num_seen > ALWAYS and fraction_of(f"sample {document.id}") >= SAMPLED_FRACTION:
             return
         longest_start = max(len(document.text) - SAMPLED_CHARACTERS, 0)
         start = int(fraction_of(f"offset {document.id}") * longest_start)
@@ -42,7 +42,7 @@ class RoundTripCheck:
             decoded = self._tokenizer.decode(ids)
         except UnencodableText:  # the document will be a reject
             return
-        if self._passed <= ALWAYS and not np.array_equal(ids, self._tokenizer.encode(text)):
+        if self._num_seen <= ALWAYS and not np.array_equal(ids, self._tokenizer.encode(text)):
             raise DataError(
                 f"the tokenizer gives the text of {document.source} other tokens each time; give "
                 "one without sampling or dropout"
@@ -61,7 +61,7 @@ class RoundTripCheck:
 
 
 def _sample_of(text: str, start: int, end_text: str) -> str:
-    """Return the text from `start` on, with whole words where the tokenizer needs them."""
+    """Return SAMPLED_CHARACTERS from `start` on; more if the text is cut at `end_text` alone."""
     end = start + SAMPLED_CHARACTERS
     if end_text:
         start = text.rfind(end_text, 0, start) + len(end_text) if start else 0

@@ -1,4 +1,4 @@
-"""The second half of a build that shuffles: the runs of all parts to the shards of a corpus.
+"""The second half of a build that shuffles: the runs of all parts become the shards of a corpus.
 
 Keys are divided into ranges, called buckets, of about `shuffle_bytes` each. A bucket is read into
 host memory from all runs, sorted by its keys and written as shards; its end also ends a shard. So
@@ -24,7 +24,7 @@ from foundation.progress import Report
 
 SHUFFLED = "shuffled"  # directory in the directory of a part
 TRAIN, VALIDATION = SPLITS
-SETTINGS = ("shard_format", "shard_bytes", "shuffle_bytes")  # that runs do not depend on
+SETTINGS = ("shard_format", "shard_bytes", "shuffle_bytes")  # shards depend on them, runs do not
 
 
 def shuffle_part(
@@ -32,7 +32,7 @@ def shuffle_part(
 ) -> None:
     """Write stretch `number`, from 1 on, of the shuffled documents of all `parts`, or resume it."""
     with claimed_output(parts[number - 1] / SHUFFLED) as output:
-        if is_built(output):  # before the manifests of all parts are read: merging asks each
+        if is_built(output):  # before it reads all manifests: a merge calls this for each part
             return
         manifests = [read_manifest(part / TRAIN) for part in parts]
         buckets = _num_buckets(manifests, config.shuffle_bytes)
@@ -72,7 +72,7 @@ def _runs_of(parts: Sequence[Path], split: str) -> list[Run]:
 
 
 def _num_buckets(manifests: Sequence[Manifest], bucket_bytes: int) -> int:
-    """Return how many buckets there are; it does not depend on how documents are divided."""
+    """Return the number of buckets, which does not depend on the number of parts or runs."""
     token_bytes = np.dtype(manifests[0].dtype).itemsize
     size = sum(split.tokens * token_bytes + split.documents * DOCUMENT_BYTES for split in manifests)
     return max(1, -(-size // bucket_bytes))
@@ -95,7 +95,7 @@ def _write_range(
 
 
 def _sorted(runs: Sequence[Run], first: int, end: int) -> Iterator[EncodedDocument]:
-    """Yield the documents with these keys, in their order."""
+    """Yield the documents with keys from `first` to before `end`, in the order of the keys."""
     slices = [run.between(first, end) for run in runs]
     run_of = np.repeat(np.arange(len(slices)), [len(keys) for keys, _ in slices])
     index_in = np.concatenate([np.arange(len(keys)) for keys, _ in slices])

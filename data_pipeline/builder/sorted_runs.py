@@ -1,12 +1,12 @@
-"""Sorted runs: what a build that shuffles writes first, read again by ranges of keys.
+"""Sorted runs: files that a build which shuffles writes first, and then reads by ranges of keys.
 
-The key of a document is a hash of the seed, where it is in the input, and its id; in a split that
-keeps its order all keys are 0. A run holds the documents of a stretch of the input in the order of
+The key of a document is a hash of the seed, its location in the input, and its id; in a split that
+keeps its order all keys are 0. A run has the documents of a stretch of the input in the order of
 their keys, so the documents of any range of keys are one slice of each run. Runs exist only during
 a build, in the directories of its parts.
 
 Layout (little endian): 8 bytes with the size of the head; the head, JSON with the counts and the
-type of the tokens; a column each of FIELDS, 8 bytes per document; the tokens; the ids in UTF-8.
+type of the tokens; a column for each of FIELDS, 8 bytes per document; the tokens; the ids in UTF-8.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from foundation.typed_values import json_text, parse_json
 
 FIELDS = ("keys", "token_ends", "id_ends", "text_bytes", "characters")
 DOCUMENT_BYTES = 512  # host memory of a document beside its tokens: its id, objects of Python
-NUM_KEYS = 1 << 64
+NUM_KEYS = 1 << 64  # keys are below it
 
 
 def shuffle_key(seed: int, document: EncodedDocument) -> int:
@@ -58,7 +58,7 @@ class SortedRuns:
         keys = np.zeros(len(documents), "<u8")
         if not self._keeps_order:
             keys[:] = [shuffle_key(self._seed, document) for document in documents]
-        # Stable: equal keys stay in the order of the input, in every division into runs.
+        # Stable: documents with equal keys keep the input's order, however runs divide the input.
         order = np.argsort(keys, kind="stable")
         _write_run(path, keys[order], [documents[index] for index in order.tolist()])
         return {}
@@ -159,5 +159,5 @@ class Documents:
 
 
 def first_at(keys: np.ndarray, key: int) -> int:
-    """Return the index of the first of the sorted keys that is not below `key`."""
+    """Return the index of the first of the sorted `keys` that is at least `key`."""
     return len(keys) if key >= NUM_KEYS else int(np.searchsorted(keys, np.uint64(key)))

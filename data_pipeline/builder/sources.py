@@ -128,9 +128,9 @@ def _sources_under(
     suffixes = tuple(suffix.lower() for suffix in config.suffixes) or ARRAY_SUFFIXES.get(stated, "")
     names = [name for name in listed if without_compression(name).endswith(suffixes)]
     if not config.suffixes and (others := [*(listed.keys() - set(names))]):
-        tell(f"left out, named neither {' nor '.join(suffixes)}", others)
+        tell(f"left out, since no name ends in {' or '.join(suffixes)}", others)
     if not config.suffixes and (left_out := _companions(root, names, config)):
-        tell("left out, about other files", left_out)
+        tell("left out, since they are about other files", left_out)
         names = [name for name in names if name not in left_out]
     sources = _with_kinds(root, names, prefix, config)
     return [

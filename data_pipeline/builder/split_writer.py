@@ -133,7 +133,7 @@ class EncodedDocument:
 
 
 def encoded_document(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> EncodedDocument:
-    """Return what is stored of a document; `ids` are those of its text, or its own tokens."""
+    """Return what is stored of a document; `ids` are its encoded text, or its own tokens."""
     tokens, text = ids, document.text
     if not document.continues:
         text += tokenizer.end_text

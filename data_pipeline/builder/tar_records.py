@@ -1,4 +1,4 @@
-"""Records of tars, grouped as WebDataset does: KEY.txt, KEY.json and what else begins with KEY."""
+"""Records of tars, grouped as in WebDataset: KEY.txt, KEY.json and other members of that KEY."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from data_pipeline.builder.records import (
 from data_pipeline.builder.sources import SourceFile
 from data_pipeline.config import CorpusConfig
 
-LARGEST_HEADER_BYTES = 1 << 20  # of long names and other extended headers
+LARGEST_HEADER_BYTES = 1 << 20  # limit for an extended header, such as a long name
 EXTENDED_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, *tarfile.GNU_TYPES)
 TEXT_EXTENSION, JSON_EXTENSION = "txt", "json"
 
@@ -71,9 +71,9 @@ def read_tar(file: BinaryIO, source: SourceFile, config: CorpusConfig) -> Record
 
 
 class _StrictInfo(tarfile.TarInfo):
-    """Raises for a header that tarfile, and others, would take for the end of the archive.
+    """A header; raises InvalidRecords if tarfile would take it for the end of the archive.
 
-    They lose the members after it silently.
+    tarfile, and other readers, would then silently lose the members after it.
     """
 
     @classmethod
@@ -95,7 +95,7 @@ class _StrictInfo(tarfile.TarInfo):
 
 
 def _tar_members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
-    """Yield all members except folders, in order, and how to read each before the next."""
+    """Yield each member but folders, in order, with a function that reads it before the next."""
     try:
         with tarfile.open(
             fileobj=file, mode="r|", tarinfo=_StrictInfo, encoding="utf-8", errors="replace"
@@ -110,7 +110,7 @@ def _tar_members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Callable[[],
                 while (left := archive.offset - archive.fileobj.tell()) > 0:  # type: ignore[attr-defined]
                     if not archive.fileobj.read(min(left, BLOCK_BYTES)):  # type: ignore[union-attr]
                         raise InvalidRecords(f"it ends inside {member.name}")
-            # One empty block was read. A header that a disk has zeroed looks like it.
+            # tarfile has read one empty block, which may also be a header that a disk has zeroed.
             rest = archive.fileobj.read(tarfile.BLOCKSIZE)  # type: ignore[union-attr]
             if len(rest) < tarfile.BLOCKSIZE:
                 raise InvalidRecords("it ends without an end-of-archive marker")

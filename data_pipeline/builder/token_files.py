@@ -22,15 +22,15 @@ HEAD = struct.Struct("<9sQBQQ")
 VERSION = 1
 INTEGERS = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron's codes
 ARRAY_SUFFIX = ".npy"
-FEWEST_PARTS = 16
-LARGEST_UNSTATED = 1 << 20  # ids of a vocabulary that the settings only name
+FEWEST_PARTS = 16  # groups of numbers; fewer show nothing about their width
+LARGEST_UNSTATED = 1 << 20  # assumed size of a vocabulary whose size is not set
 BLOCK = 1 << 20  # tokens that are searched for a separator at once
 
 
 def read_megatron(
     source: SourceFile, config: CorpusConfig, follow: Callable[[Tell], None]
 ) -> Records:
-    """Yield a document for each of the index beside the .bin file."""
+    """Yield each document that the index beside the .bin file lists."""
     dtype, lengths, starts, ends = _read_index(source.path.with_suffix(INDEX_SUFFIX))
     _check_type(dtype, source.path, config)
     tokens = _mapped_plain(source.path, dtype)
@@ -116,7 +116,7 @@ def _between(tokens: np.ndarray, separator: int) -> Iterator[tuple[int, int]]:
 
 
 def _mapped(path: Path, dtype: np.dtype | None, config: CorpusConfig) -> np.ndarray:
-    """Return the numbers of a file, in its order: by its own header, or of `dtype`."""
+    """Return the numbers in a file, of the type in its numpy header, else of `dtype` or uint16."""
     with named_errors(path), open_regular(path) as file:
         if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
             tokens = _mapped_numpy(path)
@@ -133,12 +133,13 @@ def _mapped(path: Path, dtype: np.dtype | None, config: CorpusConfig) -> np.ndar
 
 def _mapped_numpy(path: Path) -> np.ndarray:
     try:
-        array = np.lib.format.open_memmap(path, mode="r")  # never a pickle or an archive
+        array = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
     except OSError:
         raise
     except Exception as error:  # whatever the parser of its head raises
         reason = " ".join(str(error).partition(". ")[0].split())
-        kind = UnreadableRecords if "object" in reason else InvalidRecords  # whole, but pickled
+        # A file of pickled objects is not damaged.
+        kind = UnreadableRecords if "object" in reason else InvalidRecords
         raise kind(reason[:100]) from None
     if not np.issubdtype(array.dtype, np.integer) or array.ndim != 1:
         raise UnreadableRecords(
@@ -157,7 +158,7 @@ def _mapped_plain(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _check_type(dtype: np.dtype, path: Path, config: CorpusConfig) -> None:
-    """Raise ConfigError if the type cannot hold the end, or each id of the vocabulary."""
+    """Raise ConfigError if the type cannot hold `end_id`, or all ids of an unknown tokenizer."""
     largest, tokenizer = np.iinfo(dtype).max, config.tokenizer
     for name, needed in (
         ("end_id", tokenizer.end_id),
@@ -171,10 +172,10 @@ def _check_type(dtype: np.dtype, path: Path, config: CorpusConfig) -> None:
 
 
 def check_width(tokens: np.ndarray, config: CorpusConfig) -> None:
-    """Raise UnreadableRecords for what are the halves of wider numbers, most likely.
+    """Raise UnreadableRecords if numbers are most likely halves or quarters of wider numbers.
 
-    All but one of the parts of each wider id are as small as the vocabulary allows, mostly 0. Those
-    of events whose every second id has few values are larger.
+    Of the parts of a wider id, all but one are as small as the vocabulary allows, mostly 0. In data
+    of events, too, every second id may have few values, but larger ones.
     """
     stated, vocab_size = config.tokenizer.kind == "unknown", config.tokenizer.vocab_size
     largest = ((vocab_size if stated else LARGEST_UNSTATED) - 1) >> 8 * tokens.itemsize
@@ -184,7 +185,7 @@ def check_width(tokens: np.ndarray, config: CorpusConfig) -> None:
         wider = 8 * times * tokens.itemsize
         if len(parts) < FEWEST_PARTS or wider > 64:
             continue
-        # Of any byte order, and floats of small numbers.
+        # Numbers of the other byte order are recognized, too, and small ones that are floats.
         if (parts <= largest).all(0).sum() == times - 1:
             raise UnreadableRecords(
                 f"{times - 1} of {times} numbers are at most {largest}: they are {wider}-bit "

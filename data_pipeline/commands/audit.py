@@ -1,6 +1,6 @@
 """`data-pipeline audit`: which lane reads which document at which step.
 
-It is LaneStream's own walk, without reading tokens.
+It walks lanes as LaneStream does, without reading tokens.
 """
 
 import argparse
@@ -44,10 +44,10 @@ def audit_steps(
     steps: range,
     lanes: range | None = None,
 ) -> Iterator[ReadSpan]:
-    """Yield what each of `lanes` (all) reads in each of `steps`, by step and lane.
+    """Yield what each of `lanes` (default: all) reads in each of `steps`, by step and lane.
 
-    Step 0 is the lanes' first. DataError if the lanes do not suit the corpus. Finding the first
-    step takes a few binary searches per epoch.
+    Lanes start at step 0. DataError if the lanes do not suit the corpus. To find the first step
+    takes a few binary searches per epoch.
     """
     plan = plan_of(corpus, num_lanes, seed)
     check_lanes(plan, corpus.manifest.longest_whole)
@@ -72,14 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lanes", type=int, default=16, help="lanes of the run (default 16)")
     add("--seed", type=int, default=1, help="seed of the run (default 1)")
     add("--segment-length", type=tokens, default=64, help="tokens of a lane per step (default 64)")
-    steps = "steps since the lanes started, without END (default: the first)"
+    steps = "steps since the lanes started, END excluded (default: the first step)"
     add("--steps", type=_steps, default=range(1), metavar="FIRST:END", help=steps)
     add("--lane", type=int, help="only this lane")
     mix = "another corpus of the run's data.mixture"
     add("--mix", action="append", default=[], metavar="DIR=REPEAT", help=mix)
     add("--repeat", type=float, default=1.0, help="repeats of the first corpus, with --mix")
     add("--weights", action="store_true", help="--repeat and --mix give weights, not repeats")
-    add("--ranks", type=int, default=1, help="also show which of this many ranks reads the lane")
+    add("--ranks", type=int, default=1, help="ranks of the run; also show which reads each lane")
     add("--json", action="store_true", help="print one JSON object per line")
 
 

@@ -25,8 +25,8 @@ from foundation.yaml_files import merge, parse_override, read_tree
 
 # Settings without a default, with their flags.
 FLAGS = {"input": "--input PATH", "output": "--output DIR"}
-LISTS = ("input", "validation_input", "suffixes")  # a single one may stand without brackets
-TOKENS_PER_PIECE = 100  # of the training split, on average; with fewer a build says so
+LISTS = ("input", "validation_input", "suffixes")  # a single item may stand without brackets
+TOKENS_PER_PIECE = 100  # with fewer in the training split, a build advises a smaller vocabulary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_mutually_exclusive_group().add_argument
     add("--processes", type=int, metavar="N", help="build N parts in parallel and merge them")
     add("--part", type=_part, metavar="I/N", help="build part I of N, as an array job's task")
-    add("--merge", type=int, metavar="N", help="merge the N parts of such a job")
+    add("--merge", type=int, metavar="N", help="merge N parts that were built with --part")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +82,7 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
         )
     validation = result.manifests.get("validation")
     if validation and validation.documents == 1 and not validation.is_stream:
-        print("warning: the validation split is one document, so its loss says little of others")
+        print("warning: the validation split is one document; its loss says little of other texts")
     if hash_of_all := corpus_hash(config.output):
         print(f"manifest_hash {hash_of_all}")
     train = result.manifests.get("train")
@@ -111,7 +111,8 @@ def vocabulary_advice(tokens: int, vocab_size: int) -> str:
 
 def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
     """Return the settings: the YAML file, then `a.b=value` overrides, then flags."""
-    # `--input` takes every word up to the next flag, also overrides: their names have no slash.
+    # `--input` takes every word up to the next flag, also overrides `a.b=value`, which have no
+    # slash before "=".
     given = arguments.input or []
     inputs = [w for w in given if "=" not in w or "/" in w.partition("=")[0] or os.path.exists(w)]
     words = [*arguments.settings, *(word for word in given if word not in inputs)]

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("directory", type=Path, help=CORPUS_HELP)
     add("--lanes", type=int, help="lanes of a run (default 16, or what fits)")
     add("--seed", type=int, default=1, help="seed of the run (default 1)")
-    add("--packing", type=int, metavar="T", help="what samples of T tokens would lose of it")
+    add("--packing", type=int, metavar="T", help="show what loaders of T-token samples would lose")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_least(arguments, 1, "packing")
     directory = local_corpus_directory(arguments.directory, CacheConfig())
     for split in splits_of(directory):
-        manifest = read_manifest(split)  # 16, or with little text the most that are never empty
+        manifest = read_manifest(split)  # 16 lanes, or with little text those that are never empty
         usual = max(1, min(16, manifest.tokens // max(manifest.longest_whole, 1)))
         num_lanes = 0 if split.name == "validation" else arguments.lanes or usual
         print(printable("\n".join(describe_split(split, num_lanes, arguments.seed))))

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every problem; DataError for the last one."""
+    """Print every problem but the last one, and raise that as DataError."""
     with StatusLine() as status:
         if url := url_of(arguments.directory):
             problems = problems_at(url, status.show)
@@ -124,8 +124,8 @@ def _shard_problems(path: Path, manifest: Manifest, number: int) -> Iterator[str
 
 
 def _check_tokens(shard: ShardReader, manifest: Manifest) -> None:
-    """Raise DataError for the first document without an id that can be read, or with a token that
-    the tokenizer does not have."""
+    """Raise DataError for the first document whose id cannot be read, that has a token outside the
+    vocabulary, or that does not end with `end_id`."""
     for document in range(len(shard)):
         shard.document_id(document)
         tokens = shard.tokens(document)

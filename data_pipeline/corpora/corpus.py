@@ -28,7 +28,7 @@ from data_pipeline.shards.shards import ShardReader
 from foundation.errors import DataError
 from foundation.paths import path_below, path_text
 
-OPEN_SHARDS = 16
+OPEN_SHARDS = 16  # local shards that stay mapped
 
 
 class LocalShards:
@@ -43,12 +43,12 @@ class LocalShards:
         self.location = str(directory)
         self._directory = directory
         self._check_hashes = check_hashes
-        self._verified: dict[str, tuple[int, ...]] = {}  # as each shard was when it was checked
+        self._verified: dict[str, tuple[int, ...]] = {}  # name -> the file's state when checked
 
     def open(self, info: ShardInfo, dtype: str) -> ShardReader:
         path = path_below(self._directory, info.path)
         with open_shard(path) as file:
-            # Its owner may reset the time of a change, but not the inode's.
+            # A file's owner can reset its mtime, but not its ctime.
             state = (*file_state(file), os.fstat(file.fileno()).st_ctime_ns)
             is_new = self._verified.get(info.path) != state
             check_opened(path, file, info, with_hash=self._check_hashes and is_new)
@@ -75,8 +75,7 @@ class Corpus:
     def __init__(
         self, directory: Path, manifest: Manifest, source: LocalShards | CachedShards
     ) -> None:
-        """DataError if there are no shards, as in one part of a build that has documents of only
-        one split."""
+        """DataError without shards: a part of a build may have no document of a split."""
         if not manifest.shards:
             raise DataError(
                 f"{directory / MANIFEST_NAME} lists no shards; the split is empty: "
@@ -92,9 +91,9 @@ class Corpus:
     def open(
         cls, path: Path, check_hashes: bool = True, cache: CacheConfig | None = None
     ) -> Corpus:
-        """Open the split in `path`; with `cache`, where that is, also a store's copy in it.
+        """Open the split in `path`. If it is a copy in `cache`, its shards come from the store.
 
-        DataError if its manifest or a shard is missing, or the tokenizer is not its own.
+        DataError if its manifest or a shard is missing, or the tokenizer is not the manifest's.
         """
         path = Path(path)
         manifest = read_manifest(path)

@@ -1,9 +1,9 @@
-"""What identifies a corpus: one hash of all its splits, for `data.manifest_hashes`, its tokenizer.
+"""What identifies a corpus: one hash of all its splits (`data.manifest_hashes`), and its tokenizer.
 
 A manifest has the hashes of its shards, of their documents' lengths and of the tokenizer, so the
-hash of a corpus' manifests covers every byte of all its splits. A run that names it trusts no
-store. Token ids mean nothing without the tokenizer: another one of the same kind and size would fit
-everywhere, and give other texts, prompts and bits per byte.
+hash of a corpus' manifests covers every byte of all its splits. A run that names this hash need not
+trust a store. Token ids mean nothing without the tokenizer: another one of the same kind and size
+would raise no error, but give other texts, prompts and bits per byte.
 """
 
 import functools
@@ -27,7 +27,7 @@ from foundation.paths import path_text
 from foundation.typed_values import json_text
 
 VALIDATION = SPLITS[1]
-FINGERPRINTS_KEPT = 64
+FINGERPRINTS_KEPT = 64  # in a process's cache
 
 
 def split_hash(corpus: Path, split: str) -> str:
@@ -52,7 +52,7 @@ def _manifest_of(corpus: Path, split: str) -> Manifest | None:
 def pinned_directory(path: Path, cache: CacheConfig, hashes: Sequence[str]) -> Path:
     """Return where to read the corpus at a path or URL.
 
-    DataError unless it has one of the hashes, if there are any. A URL's manifests and tokenizer
+    DataError if there are `hashes` and the corpus has none of them. A URL's manifests and tokenizer
     are fetched.
     """
     directory = local_corpus_directory(path, cache)
@@ -69,7 +69,7 @@ def pinned_directory(path: Path, cache: CacheConfig, hashes: Sequence[str]) -> P
 def tokenizer_of(corpus: Path) -> Tokenizer:
     """Return the tokenizer of a corpus, or of an export, which has no splits to compare it with.
 
-    DataError unless it is the one of each split.
+    DataError unless each split was built with it.
     """
     splits = [corpus / split for split in SPLITS if (corpus / split / MANIFEST_NAME).exists()]
     manifests = {split: read_manifest(split) for split in splits}
@@ -89,7 +89,7 @@ def tokenizer_of(corpus: Path) -> Tokenizer:
 def check_tokenizer(split: Path, expected: str) -> None:
     """Raise DataError unless the tokenizer beside `split` has the fingerprint that it records.
 
-    A corpus without a tokenizer can be trained on; what needs the tokenizer says that it is gone.
+    A corpus without a tokenizer can be trained on; code that needs the tokenizer raises an error.
     """
     directory = split.parent / TOKENIZER_DIRECTORY
     if directory.exists() and (fingerprint := _fingerprint_in(directory)) != expected:

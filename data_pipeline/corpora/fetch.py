@@ -42,8 +42,8 @@ from foundation.files import (
 )
 from foundation.paths import path_below
 
-LARGEST_BYTES = 1 << 30  # of a tokenizer's model
-THREADS = 8
+LARGEST_BYTES = 1 << 30  # size of a file if the caller states none
+THREADS = 8  # threads of `in_parallel`
 T = TypeVar("T")
 Report = Callable[[str], None]
 Check = Callable[[Path], str | None]  # what is wrong with a file that arrived, or None
@@ -61,7 +61,7 @@ class NotFetchedError(DataError):
 def fetch_file(
     store: Store, name: str, path: Path, scratch: Path, check: Check, size: int = LARGEST_BYTES
 ) -> None:
-    """Download the store's file `name` to `path`, by a rename once `check` finds no problem.
+    """Download the store's file `name`; rename it to `path` once `check` finds no problem.
 
     `scratch` is a directory on the same file system. NotFetchedError names the file and the reason
     of the last failure. A full disk raises OSError immediately.
@@ -108,7 +108,7 @@ def fetch_once(
 
 
 def fetch_shard(store: Store, info: ShardInfo, path: Path, scratch: Path) -> None:
-    """Download a shard, or its lengths, with the size and SHA-256 of the manifest."""
+    """Download a shard, or its file of lengths; check that size and SHA-256 are as in `info`."""
     fetch_file(store, info.path, path, scratch, lambda arrived: mismatch(arrived, info), info.size)
 
 
@@ -171,10 +171,10 @@ def _description_problem(path: Path, fingerprint: str) -> str | None:
 def in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report: Report) -> None:
     """Run `task` for every item in some threads; raise the first error.
 
-    Errors and Ctrl-C do not wait for active tasks, which a silent store may block for minutes. An
-    executor would: it joins its threads. These are daemon threads.
+    Errors and Ctrl-C do not wait for active tasks, which a silent store may block for minutes:
+    these are daemon threads. An executor would join its threads.
     """
-    waiting, ended = deque(items), queue.Queue[BaseException | None]()
+    waiting, outcomes = deque(items), queue.Queue[BaseException | None]()
 
     def work() -> None:
         with contextlib.suppress(IndexError):  # the queue is empty
@@ -182,15 +182,15 @@ def in_parallel(task: Callable[[T], None], items: Sequence[T], name: str, report
                 item = waiting.popleft()
                 try:
                     task(item)
-                    ended.put(None)
-                except BaseException as error:  # for the caller
-                    ended.put(error)
+                    outcomes.put(None)
+                except BaseException as error:  # the caller's thread raises it
+                    outcomes.put(error)
 
     for _ in range(min(THREADS, len(items))):
         threading.Thread(target=work, name="copy", daemon=True).start()
     try:
         for number in range(1, len(items) + 1):
-            if error := ended.get():
+            if error := outcomes.get():
                 raise error
             report(f"{name}: {number}/{len(items)}")
     finally:

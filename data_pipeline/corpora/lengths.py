@@ -1,7 +1,7 @@
 """The tokens of each document of a shard, in a file of its own: SHARD.lengths.
 
 A lane's share starts at a document, so the plan needs the lengths of the documents of two shards
-per lane, and their shards only to read them. The file is about a thousandth of its shard:
+per lane, but not the shards themselves. The file is about a thousandth of its shard:
 
     8 bytes      MAGIC
     32 bytes     SHA-256 of the shard
@@ -68,7 +68,7 @@ def lengths_in(content: bytes, info: ShardInfo) -> np.ndarray:
     head, values = content[:HEADER_BYTES], content[HEADER_BYTES:]
     expected = MAGIC + bytes.fromhex(info.sha256) + hashlib.sha256(values).digest()
     if head != expected:
-        raise InvalidLengths("its header is not that of its shard and contents")
+        raise InvalidLengths("its header does not fit its shard and contents")
     lengths_D = np.frombuffer(values, LENGTH_TYPE).astype(np.int64)
     totals = int(lengths_D.min()), int(lengths_D.max()), int(lengths_D.sum())
     if totals[0] < 1 or totals[1:] != (info.longest_document, info.tokens):

@@ -58,7 +58,7 @@ class ShardInfo:
     size: Annotated[int, between(1, LARGEST_FILE_BYTES)]  # bytes on disk
     sha256: Sha256
     text_bytes: Count  # UTF-8
-    characters: Count  # of the text, as `text_bytes`
+    characters: Count  # in the text
     lengths: Sha256
 
     def __post_init__(self) -> None:
@@ -227,7 +227,7 @@ def _splits_in(corpus: Path) -> list[str]:
 
 
 def _location(corpus: Path) -> str:
-    """Return where the user says that the corpus is: the URL of a cached one."""
+    """Return the location of the corpus that the user gave: for a cached copy, its URL."""
     try:
         return str(read_json(corpus / REMOTE_NAME)["url"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -11,7 +11,7 @@ class Loss:
     """What one way of making samples of T tokens does to a corpus."""
 
     loader: str
-    documents_cut: int  # their rest is read without what came before, or not at all
+    documents_cut: int  # documents whose rest is read without their start, or not at all
     tokens_lost: int
     padding: int  # tokens that are computed for nothing
 
@@ -19,7 +19,8 @@ class Loss:
 def packing_losses(lengths: Iterable[np.ndarray], length: int) -> tuple[Loss, ...]:
     """Return what samples of `length` tokens lose of documents with these lengths, in order.
 
-    Concatenated and cut; each document cropped to one sample; each in padded samples of its own.
+    One loader concatenates documents and cuts, one crops each document to one sample, and one gives
+    each document padded samples of its own.
     """
     tokens = crossed = longer = cropped = padding = 0
     for lengths_D in lengths:

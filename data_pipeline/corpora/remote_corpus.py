@@ -1,7 +1,7 @@
 """A corpus named by a URL, read like a local one: lanes fetch shards into the node's cache.
 
 CACHE/corpora/ID/remote.json          the URL
-CACHE/corpora/ID/copied.json          which versions of the store's manifests the copies are
+CACHE/corpora/ID/copied.json          the versions of the store's manifests that were copied
 CACHE/corpora/ID/tokenizer/           a copy of the store's
 CACHE/corpora/ID/SPLIT/manifest.json  a copy of the store's; the shards are in shard_cache.py
 """
@@ -41,7 +41,7 @@ from foundation.ownership import private_directory
 from foundation.paths import url_of
 
 CORPORA, COPIED_NAME = "corpora", "copied.json"
-OPEN_SECONDS = 600.0
+OPEN_SECONDS = 600.0  # longest wait for another process that fetches manifests
 PREFETCH_THREADS = 4
 
 
@@ -50,8 +50,8 @@ def local_corpus_directory(
 ) -> Path:
     """Return the directory to read the corpus from: `path`, or this node's copy of a URL.
 
-    Manifests and tokenizer are then in the directory, as the store has them now. A manifest is
-    fetched only if the store has another version of it.
+    The directory then has manifests and tokenizer as the store has them now. A manifest is fetched
+    only if the store has another version of it.
     """
     if (url := url_of(path)) is None:
         return path
@@ -75,10 +75,10 @@ def local_corpus_directory(
 
 @dataclass(frozen=True)
 class _Copied:
-    """What a copy was made of: the versions of the store's manifests, and when they were asked."""
+    """The versions of the store's manifests that a copy has, and when they were compared."""
 
     compared_ns: int = 0
-    versions: dict[str, str] = field(default_factory=dict)  # of each split; "" if not known
+    versions: dict[str, str] = field(default_factory=dict)  # split -> version, "" if not known
 
 
 def _read_copied(directory: Path) -> _Copied:
@@ -89,11 +89,11 @@ def _read_copied(directory: Path) -> _Copied:
 
 
 def _compare(url: str, directory: Path, policy: RetryPolicy, before: _Copied) -> _Copied:
-    """Fetch what is not as the store has it now, manifests and the tokenizer."""
+    """Fetch the manifests, and the tokenizer, that differ from the store's; return the versions."""
     compared_ns, versions = time.time_ns(), {}
     for split in SPLITS:
         store = store_at(f"{url}/{split}", policy)
-        # Before the file: if it changes in between, the next call fetches it.
+        # Ask before fetching: if the file changes in between, the next call fetches it.
         versions[split] = store.version(MANIFEST_NAME)
         try:
             manifest = None
@@ -104,7 +104,7 @@ def _compare(url: str, directory: Path, policy: RetryPolicy, before: _Copied) ->
         except NotFetchedError as error:
             if not error.is_absent or split == SPLITS[0]:
                 raise
-            # The corpus has no such split; a copy of an earlier one goes.
+            # The corpus has no such split now: remove the copy of an earlier one.
             (directory / split / MANIFEST_NAME).unlink(missing_ok=True)
             continue
         if split == SPLITS[0]:
@@ -116,7 +116,7 @@ def _compare(url: str, directory: Path, policy: RetryPolicy, before: _Copied) ->
 def cached_shards(split: Path, config: CacheConfig) -> CachedShards | None:
     """Return the source of the shards of a split that `local_corpus_directory` made in this cache.
 
-    None for a split elsewhere: a file that came with a corpus chooses neither a store nor a cache.
+    None for a split elsewhere: files that come with a corpus must not choose a store or cache.
     """
     copy = split.absolute().parent
     if copy.parent != config.path.absolute() / CORPORA:
@@ -132,7 +132,7 @@ def cached_shards(split: Path, config: CacheConfig) -> CachedShards | None:
 
 
 class CachedShards:
-    """Source of the shards of a store, by way of the node's cache."""
+    """Source of the shards of a store, which are read through the node's cache."""
 
     keep_open = 2  # an open shard cannot be evicted, so more would fill the cache
 
@@ -165,7 +165,7 @@ class CachedShards:
         self.cache.lengths(self._store, info)  # the lane's walk asks for them first
 
     def check_capacity(self, num_shards: int, largest: int) -> None:
-        """Raise DataError unless the cache can hold them."""
+        """Raise DataError unless the cache can hold that many of the largest shard."""
         self.cache.check_capacity(num_shards, largest)
 
 

@@ -5,10 +5,10 @@ CACHE/incoming/SHA256.N    N bytes reserved by a download, whose process holds t
 CACHE/locks/000 ... fff    one lock per file, by the first digits of its SHA-256
 CACHE/room.lock            held while a process evicts and reserves
 
-It removes nothing but what has such a name, and is a directory of this user into which no other can
-write. Locks are released when their process dies, so a reservation whose lock is free was left by a
-killed process. An open file is never evicted: the lock on the file itself, taken before the file
-gets its name, protects it. So the cache needs a file system with flock.
+The cache removes only files with such names, and only this user can write into its directory. Locks
+are released when their process dies, so a reservation whose lock is free was left by a killed
+process. An open file is never evicted: the lock on the file itself, taken before the file gets its
+name, protects it. So the cache needs a file system with flock.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ from foundation.paths import path_below
 from foundation.typed_values import is_sha256
 
 WAITERS = 4  # processes that may fail to fetch a file one after another while this one waits
-EVICTION_SECONDS = 120.0  # eviction takes a few milliseconds
-EVICTION_PAUSE = 0.02
+EVICTION_SECONDS = 120.0  # longest wait for others that evict, which takes a few milliseconds
+EVICTION_PAUSE = 0.02  # seconds between two tries to make room
 GIB = 1 << 30
 RESERVATION_NAME = re.compile(r"([0-9a-f]{64})\.([0-9]{1,16})")
 
@@ -59,7 +59,7 @@ class ShardCache:
         self._shards, self._incoming, self._locks = (
             self.directory / name for name in ("shards", "incoming", "locks")
         )
-        self._verified: dict[str, FileState] = {}  # as each shard was when it was checked
+        self._verified: dict[str, FileState] = {}  # SHA-256 -> the file's state when it was hashed
         private_directory(self.directory)
         for directory in (self._shards, self._incoming, self._locks):
             private_directory(directory)
@@ -67,10 +67,10 @@ class ShardCache:
     def open(
         self, store: Store, info: ShardInfo, is_urgent: bool = True, must_fit: bool = True
     ) -> BinaryIO:
-        """Open the file of that entry, fetched if absent. It is kept while it is open or mapped.
+        """Open the file of that entry; fetch it if absent. While open or mapped, it stays cached.
 
-        CacheFullError if there is no space and it `must_fit`; an urgent call first waits as long as
-        a download may take for other processes to close shards.
+        CacheFullError if there is no space and the file `must_fit`. An urgent call first waits for
+        other processes to close shards, as long as a download may take.
         """
         # Wait for others that fetch this shard, even if they fail one after another, but not
         # forever: one of them may be stopped (SIGSTOP).
@@ -79,8 +79,8 @@ class ShardCache:
             return self._find(info) or self._transfer(store, info, is_urgent, must_fit)
 
     def lengths(self, store: Store, info: ShardInfo) -> np.ndarray:
-        """Return the tokens of each document of a shard, fetched if absent: as small as they are,
-        also where shards in use fill the cache."""
+        """Return the tokens of each document of a shard. If absent, the small file is fetched even
+        where shards in use fill the cache."""
         with self.open(store, lengths_file(info), must_fit=False) as file:
             file.seek(0)  # it may just have been hashed
             try:
@@ -113,13 +113,13 @@ class ShardCache:
             file = open_shared(path)
         except FileNotFoundError:
             return None
-        # No link left: it was evicted between the opening and the locking.
+        # A file without links was evicted between opening and locking it.
         is_linked = os.fstat(file.fileno()).st_nlink > 0
         state = file_state(file)
         is_checked = self._verified.get(info.sha256) == state
         if is_linked and mismatch_of(file, info, with_hash=not is_checked) is None:
             self._verified[info.sha256] = state
-            # The time of the last use; the one of the last change tells whether it was changed.
+            # Set the time of last use, and keep the time of last change, part of the file's state.
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
             return file
         file.close()
@@ -163,7 +163,7 @@ class ShardCache:
             time.sleep(EVICTION_PAUSE)
 
     def _make_room(self, size: int) -> bool:
-        """Evict what was used least recently until `size` bytes fit; whether they do."""
+        """Evict the least recently used shards until `size` bytes fit; return whether they do."""
         with os.scandir(self._shards) as entries:
             shards = [
                 (status.st_atime_ns, status.st_size, entry.name)
@@ -180,7 +180,7 @@ class ShardCache:
         return used + size <= self.limit
 
     def _evict(self, path: Path) -> bool:
-        """Remove a shard, unless a process has it open; whether it was removed."""
+        """Remove a shard unless a process has it open; return whether it was removed."""
         with open(path, "rb") as file:
             if is_free := try_lock(file):
                 path.unlink()

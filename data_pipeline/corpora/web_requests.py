@@ -1,4 +1,4 @@
-"""Requests to web servers: a total deadline, credentials by reference, redirects at their host.
+"""Requests to web servers: a total deadline, credentials by reference, redirects on one host.
 
 A server may redirect to another path of its own host and port, or from http to https: another host
 could be a service that only this machine reaches, such as a cloud's metadata service.
@@ -66,8 +66,8 @@ def open_url(
 ) -> Iterator[HTTPResponse]:
     """Yield the answer to a request; the caller reads at most `size` bytes.
 
-    The connection is closed after the block, or when the time for the head, and from then on for
-    the content, is over: StoreError. Else what urllib raises; DataError for a variable not set.
+    The connection is closed after the block. StoreError if the answer's head, or then its content,
+    takes too long; DataError if the URL's variable is not set; otherwise urllib's errors.
     """
     try:
         plain, user, password = user_and_password(url)
@@ -78,7 +78,7 @@ def open_url(
     request = urllib.request.Request(plain, method=method)
     if user:
         token = base64.b64encode(f"{user}:{password}".encode()).decode()
-        # Not redirected: not to another scheme, which may be another server's.
+        # A redirected request does not have it: another scheme may lead to another server.
         request.add_unredirected_header("Authorization", f"Basic {token}")
     deadline = _Deadline(retry_policy.seconds_for(0))
     opener = urllib.request.build_opener(_Redirects, deadline.http, deadline.https)
@@ -117,7 +117,7 @@ class _Deadline:
         self._timer.start()
 
     def stop(self) -> None:
-        """Leave the connections to their owner."""
+        """Stop the timer, and close our copies of the connections."""
         self._timer.cancel()
         for connection in self._sockets:
             connection.close()
@@ -133,7 +133,7 @@ class _Deadline:
     ) -> Any:
         def connected(*to: Any, **how: Any) -> socket.socket:
             connection = socket.create_connection(*to, **how)
-            self._sockets.append(connection.dup())  # TLS takes the descriptor of the other
+            self._sockets.append(connection.dup())  # TLS takes over the original's descriptor
             if self.is_over:
                 self._end()
             return connection
@@ -168,7 +168,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def redirect_problem(before: str, after: str) -> str | None:
-    """Return why a request may not be redirected so; None if it may be."""
+    """Return why a request must not be redirected from `before` to `after`; None if it may be."""
     old, new = urlsplit(before), urlsplit(after)
     same_host = new.netloc.rpartition("@")[2].lower() == old.netloc.rpartition("@")[2].lower()
     if not same_host or new.scheme not in ("http", "https") or new.scheme < old.scheme:

@@ -1,7 +1,7 @@
-"""Writing to a store: what a run or a copy writes is read back and compared.
+"""Writing to a store: each file that is uploaded is read back and compared.
 
-S3 needs no copy on disk for that; other stores are written and read through mosaicml-streaming,
-which cannot delete.
+From S3 it is read without a copy on disk. Other stores are written and read through
+mosaicml-streaming, which cannot delete.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class WritableStore:
         retry(self._policy, f"{self.url}/{name} could not be uploaded", attempt)
 
     def read(self, name: str, most: int) -> bytes | None:
-        """Return the object of at most `most` bytes; None if the store says that it has none."""
+        """Return the object, of at most `most` bytes; None if the store says that it is absent."""
         path = self._scratch / "read"
         try:
             fetch_file(
@@ -75,7 +75,7 @@ class WritableStore:
 
     @property
     def can_delete(self) -> bool:
-        """Whether this kind of store is one whose objects `delete` removes."""
+        """Whether `delete` works for this kind of store."""
         return self._s3 is not None
 
     def delete(self, names: Sequence[str]) -> None:
@@ -110,7 +110,7 @@ class WritableStore:
         if self._s3 is not None:
             seconds = self._policy.seconds_for(content.bytes)
             return with_timeout(seconds, lambda: self._read_back(name, content))
-        copy = self._scratch / f"{name.replace('/', '-')}.copy"  # threads read back several
+        copy = self._scratch / f"{name.replace('/', '-')}.copy"  # other threads have other names
         fetch_once(self._store, name, copy, self._scratch, content.mismatch, content.bytes)
         return copy.unlink()
 
@@ -131,6 +131,6 @@ class WritableStore:
 
 
 def size_problem(path: Path, most: int) -> str | None:
-    """Return why a file of at most `most` bytes is refused; None if it is not."""
+    """Return why a file is refused that may have at most `most` bytes; None if it is not."""
     size = path.stat().st_size
     return f"it has {size:,} bytes, expected at most {most:,}" if size > most else None

@@ -1,7 +1,7 @@
 """EvaluationStream: a split read once. Every token is predicted once, for any lanes and ranks.
 
-Less than a whole split is either its first documents, for long text, or the heads of documents,
-their first tokens, for a loss: a few tokens are still spread over the whole split.
+An evaluation of less than a whole split reads either its first documents, for long text, or the
+heads (first tokens) of documents, for a loss: so a few tokens come from many documents.
 """
 
 from bisect import bisect_left
@@ -17,18 +17,18 @@ from data_pipeline.lanes.mixture import plan_of
 from data_pipeline.lanes.segment_batch import SegmentBatch
 
 EVALUATION_SEED = 0  # equal for all runs, so that their evaluations can be compared
-SLACK = 1.1  # how much longer an evaluation may take with half as many lanes
-NUM_PARTS = 64  # of a split, each with a loss of its own
-FEWEST_DOCUMENTS = 100  # with heads, if a split has them
+SLACK = 1.1  # lanes are halved if the evaluation then takes at most 1.1 times as long
+NUM_PARTS = 64  # parts of a split; each has a loss of its own
+FEWEST_DOCUMENTS = 100  # at least 100 documents have a head read, if the split has them
 
 
 def useful_lanes(
     corpus: Corpus, num_lanes: int, segment_length: int, max_tokens: int = 0, heads: bool = False
 ) -> int:
-    """Return how many lanes shorten the evaluation: at most `num_lanes`, equal on any ranks.
+    """Return how many lanes shorten the evaluation: at most `num_lanes`, equal on all ranks.
 
-    Lanes consist of whole documents, except of a stream. If a few long documents hold most of the
-    tokens, more lanes would only be empty sooner.
+    A lane has whole documents, unless the split is a stream. If a few long documents have most of
+    the tokens, more lanes would only be empty sooner.
     """
 
     def num_batches(lanes: int) -> int:
@@ -43,7 +43,7 @@ def useful_lanes(
 
 
 def evaluated_lanes(num_lanes: int, rank: int, world_size: int) -> range:
-    """Return the lanes that the rank evaluates: about equally many each, none on some if few."""
+    """Return the lanes that the rank evaluates; the numbers of two ranks differ by one at most."""
     first, end = (-(-number * num_lanes // world_size) for number in (rank, rank + 1))
     return range(first, end)
 
@@ -52,10 +52,10 @@ class EvaluationStream:
     """The same number of SegmentBatches on every rank; `valid_BL` marks the targets that count.
 
     Targets are the stream itself, inputs the stream shifted right by one, with an end-of-document
-    token before each lane: a document's first token is predicted too. `max_tokens` limits them to
-    the first of the split in a fixed random order of documents, or with `heads` to `heads_plan`, or
-    to the first of a stream. The last document may be cut. `parts_BL` has each target's part of
-    NUM_PARTS: successive documents of about equally many tokens, or equal stretches of a stream.
+    token before each lane: a document's first token is predicted too. `max_tokens` is the most
+    targets: the first tokens of a stream, or of the documents in a fixed random order, or with
+    `heads` of `heads_plan`. The last document may be cut. `parts_BL` has the number of each
+    target's part: successive documents with a NUM_PARTS-th of the tokens, or a stretch of a stream.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class EvaluationStream:
     ) -> None:
         check_range(lanes, num_lanes)
         self.lanes = lanes
-        self.num_tokens = min(corpus.num_tokens, max_tokens or corpus.num_tokens)  # of all lanes
+        # Tokens that all lanes read together.
+        self.num_tokens = min(corpus.num_tokens, max_tokens or corpus.num_tokens)
         # A plan of one lane gives the order; its first num_tokens are cut into the lanes here.
         heads &= self.num_tokens < corpus.num_tokens and not corpus.manifest.is_stream
         plan = heads_plan(corpus, self.num_tokens) if heads else plan_of(corpus, 1, EVALUATION_SEED)
@@ -82,16 +83,16 @@ class EvaluationStream:
         self._corpus, self._plan = corpus, plan
         self._segment_length = segment_length
         self._batches_done = 0
-        self.num_documents = 0  # until now
+        self.num_documents = 0  # documents that began in the batches until now
         self._remaining = [starts[lane + 1] - starts[lane] for lane in lanes]
         self._walks = [plan.walk(0, 0, starts[lane]) for lane in lanes]
-        # The unit that each lane is in, and those that it reads after it.
+        # The unit that each lane is in, and the units that it reads later.
         self._units = [plan.units_between(0, starts[lane], starts[lane + 1]) for lane in lanes]
         for units in self._units:
             corpus.prefetch(units[:2])
         self._last_B = np.full(len(lanes), corpus.manifest.end_id, np.int64)
         self._last_starts_B = np.ones(len(lanes), bool)
-        self._offsets = [starts[lane] for lane in lanes]  # of all that is read, not of the lane
+        self._offsets = [starts[lane] for lane in lanes]  # each lane's next token in the plan
 
     def __len__(self) -> int:
         return self.num_batches
@@ -146,7 +147,7 @@ class EvaluationStream:
         )
 
     def _parts_of(self, offset: int, spans: DocumentSpans) -> np.ndarray:
-        """Return the part of each token of the spans, which begin at an offset of all tokens."""
+        """Return the part of each token of the spans; `offset` is where they begin in the plan."""
         if self._corpus.manifest.is_stream:
             firsts = offset + np.arange(spans.num_tokens)
         else:
@@ -164,8 +165,8 @@ class EvaluationStream:
 def heads_plan(corpus: Corpus, num_tokens: int) -> LanePlan:
     """Return a plan of one lane that reads at least `num_tokens`: the heads of documents.
 
-    All documents have heads of one length, the shortest that is enough. Where shards in their
-    random order hold enough heads of a FEWEST_DOCUMENTS-th of the tokens, others are not read.
+    A head has a FEWEST_DOCUMENTS-th of `num_tokens`, and shards in their random order are read
+    until they have enough. If all have too few, heads have the shortest length that is enough.
     """
     order = plan_of(corpus, 1, EVALUATION_SEED).epoch_order(0).units
     head, total = -(-num_tokens // FEWEST_DOCUMENTS), 0

@@ -147,13 +147,13 @@ class LanePlan:
         return int(unit_offsets[index] + start)
 
     def unit_at(self, epoch: int, offset: int) -> int:
-        """Return the unit at an offset, without document lengths."""
+        """Return the unit at an offset. Needs no document lengths."""
         units, offsets = self.epoch_order(epoch)
         offset = min(offset, int(offsets[-1]) - 1)
         return int(units[np.searchsorted(offsets, offset, "right") - 1])
 
     def units_between(self, epoch: int, start: int, end: int) -> list[int]:
-        """Return the units that have the offsets [start, end), in order, without their lengths."""
+        """Return the units that have the offsets [start, end), in order. Needs no lengths."""
         units, offsets = self.epoch_order(epoch)
         first = int(np.searchsorted(offsets, start, "right")) - 1
         return units[first : int(np.searchsorted(offsets, end, "left"))].tolist()

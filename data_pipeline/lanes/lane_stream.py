@@ -59,7 +59,7 @@ class LaneStream:
         self._segment = self._reader.num_segments  # next segment of the block, here past its end
 
     def tokens_read(self, cursor: LaneCursor | None) -> dict[str, int]:
-        """Return the tokens that the cursor's lanes have read of each corpus, by its location."""
+        """Return location of a corpus -> how many of its tokens the cursor's lanes have read."""
         corpora = self._corpus.corpora if isinstance(self._corpus, Mixture) else [self._corpus]
         counts = tokens_of_parts(self._corpus, self._plan, cursor) if cursor else [0] * len(corpora)
         return {corpus.location: count for corpus, count in zip(corpora, counts, strict=True)}

@@ -1,6 +1,6 @@
 """Batches read in advance, in one thread.
 
-They carry their own lane cursor, so prefetched ones do not affect a checkpoint.
+Each batch carries its own lane cursor, so prefetched batches do not affect a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS = 2.0  # longest wait for the thread to end
 
 
 class Prefetcher(Generic[T]):

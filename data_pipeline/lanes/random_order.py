@@ -45,7 +45,7 @@ def permutation(count: int, key: int) -> np.ndarray:
     """Return a permutation of range(count): int64 [count]."""
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
     values = _feistel(np.arange(count, dtype=np.uint64), key, half_bits)
-    # The network permutes 2**(2 * half_bits) values, at most 4 * count: walk on from outside.
+    # The network permutes 2**(2 * half_bits) values, at most 4 * count: map those outside again.
     outside = np.flatnonzero(values >= count)
     while len(outside):
         values[outside] = _feistel(values[outside], key, half_bits)

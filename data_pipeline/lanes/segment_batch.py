@@ -56,11 +56,11 @@ class LaneCursor:
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> LaneCursor:
         """Return the cursor that `to_tree` described; DataError if it is invalid."""
-        found = tree.get("format") if isinstance(tree, dict) else None
-        if found != CURSOR_FORMAT:
+        version = tree.get("format") if isinstance(tree, dict) else None
+        if version != CURSOR_FORMAT:
             raise DataError(
-                f"the lane cursor has format {found!r}, this version reads format {CURSOR_FORMAT}; "
-                "resume with the version that wrote it"
+                f"the lane cursor has format {version!r}, this version reads format "
+                f"{CURSOR_FORMAT}; resume with the version that wrote it"
             )
         try:
             stored = from_tree(_StoredCursor, tree)
@@ -135,7 +135,7 @@ class LaneCursor:
 
 @dataclass(frozen=True)
 class _StoredCursor:
-    """A cursor as JSON; what its fields are is in LaneCursor."""
+    """A cursor as JSON; LaneCursor explains its fields."""
 
     format: int
     seed: Annotated[int, between(0, LARGEST_SEED)]

@@ -1,4 +1,4 @@
 """The two shard formats, MDS and WebDataset tars, written and memory-mapped.
 
-Imported by every other folder here; uses none of them.
+Imported by corpora, lanes, builder and commands; uses no other folder.
 """

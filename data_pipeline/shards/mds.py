@@ -29,7 +29,7 @@ SUFFIX = ".mds"
 Buffer = bytes | memoryview | mmap.mmap
 INDEX_NAME = "index.json"  # what StreamingDataset looks for
 SAMPLE_HEAD_BYTES = 8  # the sizes of id and tokens
-LARGEST_SHAPE_BYTES = 9
+LARGEST_SHAPE_BYTES = 9  # the first byte of the tokens, and their one dimension
 
 
 class InvalidShard(Exception):
@@ -38,7 +38,7 @@ class InvalidShard(Exception):
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where the documents of a shard are, in either format. D documents in the order of storage."""
+    """Where the D documents of a shard are, in order, for MDS and WebDataset alike."""
 
     token_offsets: np.ndarray  # int64 [D], bytes from the start of the file
     lengths: np.ndarray  # int64 [D], tokens
@@ -125,7 +125,7 @@ class Column:
 
     name: str
     encoding: str
-    size: int | None  # None: each sample says it
+    size: int | None  # None: each sample states its own
 
 
 def read_head(memory: Buffer) -> tuple[np.ndarray, list[Column]]:
@@ -160,7 +160,7 @@ def read_head(memory: Buffer) -> tuple[np.ndarray, list[Column]]:
 def _locate_tokens(
     raw: np.ndarray, sample_offsets: np.ndarray, itemsize: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return byte offset and number of the tokens of each document."""
+    """Return the byte offset of each document's tokens, and how many tokens it has."""
     starts, ends = sample_offsets[:-1], sample_offsets[1:]
     heads = raw[starts[:, None] + np.arange(SAMPLE_HEAD_BYTES)].view("<u4").astype(np.int64)
     id_sizes, token_sizes = heads[:, 0], heads[:, 1]

@@ -26,11 +26,11 @@ NAME_FIELD, SIZE_FIELD, CHECKSUM_FIELD = slice(0, 100), slice(124, 135), slice(1
 TYPE_OFFSET = 156
 MAGIC_FIELD, MAGIC = slice(257, 262), b"ustar"
 FIELD = ".tokens.npy"
-NUMBER_DIGITS = 8  # every shard has far fewer documents
+NUMBER_DIGITS = 8  # enough to number the documents of any shard
 NUMPY_MAGIC = b"\x93NUMPY\x01\x00"
 NUMPY_HEAD_BYTES = len(NUMPY_MAGIC) + 2  # magic, and the size of the text that follows
 NUMPY_HEADER_BYTES = 128  # numpy pads it to a multiple of 64
-LONGEST_NAME = 100  # a longer one gets an extended header
+LONGEST_NAME = 100  # bytes; the name of a member that is longer gets an extended header
 
 
 def padded(size):  # type: ignore[no-untyped-def]
@@ -60,8 +60,8 @@ def write_shard(
                 writer.write({"__key__": _key(number, document_id), FIELD[1:]: tokens})
             writer.close()
         finally:
-            # After an error, tarfile's stream would write its buffer when it is collected, to a
-            # file that is closed by then.
+            # After an error, tarfile's stream would write its buffer when it is garbage collected,
+            # but by then the file is closed.
             with contextlib.suppress(OSError):
                 writer.tarstream.fileobj.close()
     return {}
@@ -163,7 +163,7 @@ def _octal(digits: np.ndarray) -> np.ndarray:
 def _locate_tokens(
     blocks: np.ndarray, first_blocks_D: np.ndarray, sizes_D: np.ndarray, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return byte offset and number of the tokens of each array."""
+    """Return the byte offset of each array's tokens, and how many tokens it has."""
     little_endian = dtype.newbyteorder("<").str
     text = f"{{'descr': '{little_endian}', 'fortran_order': False, 'shape': (".encode()
     heads = blocks[first_blocks_D, : NUMPY_HEAD_BYTES + len(text)]

@@ -1,8 +1,8 @@
 """Tokens without a library: bytes, characters, and the ids of a tokenizer that is unknown.
 
-Characters are bytes as enwik8 and text8 use them: those that occur in the text, the most frequent
-first. A space ends a document, and stands in the text as well: a long text cut at its spaces is the
-same sequence of tokens as the whole. Only the last token of a split is not in the text.
+`Characters` are the bytes that occur in the text, the most frequent first, as for enwik8 and text8.
+A space ends a document, and may be inside one, too: a long text cut at its spaces has the same
+tokens as the whole. Only the last token of a split is not in the text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ END = b" "
 
 
 class ByteValues:
-    """The bytes of UTF-8, and 256 at the end."""
+    """The bytes of UTF-8; the id 256 ends a document."""
 
     vocab_size, end_id, end_text = NUM_BYTES + 1, NUM_BYTES, ""
 
@@ -68,7 +68,7 @@ class Characters:
 
 
 def most_frequent_bytes(texts: Iterable[str]) -> bytes:
-    """Return the model of the bytes of the texts: by count, of equal ones the smallest first."""
+    """Return the bytes in the texts, most frequent first; of equal counts, the smallest first."""
     counts = np.zeros(NUM_BYTES, np.int64)
     for text in texts:
         counts += np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=NUM_BYTES)

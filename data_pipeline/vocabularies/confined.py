@@ -1,8 +1,8 @@
-"""Libraries of tokenizers in a child process: others may have written their files.
+"""Libraries of tokenizers in a child process, because others may have written their files.
 
-A small file can let its library ask for all memory, take hours for a word, or abort. The child has
-limits, and what ends it is the error of one text; the next gets another child. Nothing is pickled:
-a message is JSON, and the bytes of its parts.
+With some files a library takes all memory, takes hours for a word, or aborts. The child has limits.
+If it ends, only the text that it was encoding is an error; the next text gets another child.
+Nothing is pickled: a message is JSON, then the bytes of its parts.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ from foundation.errors import ConfigError, DataError
 from foundation.programs import own_command
 from foundation.typed_values import json_text
 
-MEMORY_BYTES, PER_BYTE = 4 << 30, 64  # of a child, and more for each byte of a model or message
-# Of the processor, all threads together: a busy machine changes nothing. More for each byte.
+MEMORY_BYTES, PER_BYTE = 4 << 30, 64  # limit for a child, plus 64 per byte of model and message
+# Processor time of all threads of a child, plus some per byte: a busy machine changes nothing.
 SECONDS, SECONDS_PER_BYTE = 30, 5e-5
-MOST_GROWTH, SMALL = 256, 4096  # of a text in its ids or back, but for small ones
-# What a file or text can end a child by; SIGKILL, for example, is the host's.
+MOST_GROWTH, SMALL = 256, 4096  # an answer has at most 256 bytes per byte asked, or 4096 bytes
+# Signals that a file or text can end a child by; others, such as SIGKILL, come from the host.
 ITS_FAULT = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGXCPU")
 KINDS: dict[str, Callable[..., Vocabulary]] = {
     "sentencepiece": SentencePieceModel,
@@ -52,7 +52,8 @@ ERRORS = {kind.__name__: kind for kind in (UnencodableText, InvalidVocabulary, C
 
 
 class ConfinedVocabulary:
-    """A vocabulary whose library runs in a child. Its threads take turns; a fork gets another."""
+    """A vocabulary whose library runs in a child. Threads take turns; a forked process starts its
+    own child."""
 
     end_text = ""
 
@@ -105,7 +106,7 @@ class ConfinedVocabulary:
             answer, content = _received(self._pipe)
         except (OSError, EOFError):
             raise self._error_of_end() from None
-        except BaseException:  # in the middle of a message
+        except BaseException:  # such as Ctrl-C in the middle of a message
             self._end()
             self._child = None
             raise
@@ -129,7 +130,7 @@ class ConfinedVocabulary:
 
 
 def _end(child: subprocess.Popen[bytes], pipe: Connection, owner: int) -> None:
-    """Close the pipe to a child, and end it; not to one of the process that was forked."""
+    """Close the pipe to a child, and end the child unless another process, `owner`, started it."""
     pipe.close()
     if owner != os.getpid():
         child.returncode = 0
@@ -153,8 +154,8 @@ def _received(pipe: Connection) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def main() -> None:
-    """Be the child: answer what comes through the pipe until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C means the parent
+    """Run as the child: answer messages from the pipe until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(EOFError), Connection(int(sys.argv[1])) as pipe:
         head, (model,) = _received(pipe)
@@ -171,13 +172,13 @@ def main() -> None:
         while vocabulary:
             request, parts = _received(pipe)
             limit(sum(map(len, parts)))
-            _answer(pipe, lambda of=request, parts=parts: ({}, _done(vocabulary[0], of, parts)))
+            _answer(pipe, lambda of=request, parts=parts: ({}, _result(vocabulary[0], of, parts)))
 
 
 def _limit(memory: int, seconds: int, model: int, content: int) -> None:
-    """Limit what may be used until the next message.
+    """Limit data in memory and processor time until the next message.
 
-    Not the address space: threads reserve much of that, and use little.
+    The address space has no limit: threads reserve much of it, and use little.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = used.ru_utime + used.ru_stime + seconds + (model + content) * SECONDS_PER_BYTE
@@ -195,7 +196,7 @@ def _answer(pipe: Connection, act: Callable[[], tuple[dict[str, Any], list[bytes
     _send(pipe, head, parts)
 
 
-def _done(vocabulary: Vocabulary, request: dict[str, Any], parts: list[bytes]) -> list[bytes]:
+def _result(vocabulary: Vocabulary, request: dict[str, Any], parts: list[bytes]) -> list[bytes]:
     with encoding_errors():
         if request["do"] == "encode":
             ids = vocabulary.encode_many([part.decode() for part in parts], request["threads"])

@@ -21,7 +21,7 @@ from foundation.typed_values import parse_json
 
 
 class HuggingFaceTokenizer:
-    """What `tokenizers.Tokenizer` makes of the file, ended by `end_token`."""
+    """The file's tokenizer, run by `tokenizers`; the token `end_token` ends a document."""
 
     end_text = ""
 
@@ -31,7 +31,7 @@ class HuggingFaceTokenizer:
         except ImportError:
             raise missing_library("a tokenizer.json", "tokenizers", "huggingface") from None
         with library_errors("a tokenizer.json of Hugging Face"):
-            # The library reads past what is no JSON.
+            # Parsed here first: the library accepts some files that are not JSON.
             self._spells_bytes = _has_byte_level(parse_json(model))
             self.library: Any = tokenizers.Tokenizer.from_str(model.decode())
             self.library.no_truncation()
@@ -42,7 +42,7 @@ class HuggingFaceTokenizer:
             self.vocab_size = size_of(set(ids.values()))
         if end_token not in ids:
             raise no_end(end_token)
-        # The name of the end in a text is then text too, also if the file calls it no special one.
+        # Only special tokens' names are encoded as text, and the file may not call the end special.
         end = tokenizers.AddedToken(end_token, special=True, normalized=False)
         self.library.add_special_tokens([end])
         self.library.encode_special_tokens = True
@@ -63,7 +63,7 @@ class HuggingFaceTokenizer:
             return self.library.decode(list(ids), skip_special_tokens=False)
 
     def token_texts(self) -> list[bytes]:
-        """Return bytes where tokens are bytes; elsewhere as near as the names of tokens show."""
+        """Return exact bytes if tokens' names spell bytes; otherwise what the names show."""
         ids = self.library.get_vocab(with_added_tokens=True)
         added = set(self.library.get_added_tokens_decoder())
         values = _byte_values() if self._spells_bytes else {}
@@ -72,14 +72,14 @@ class HuggingFaceTokenizer:
             if values and token not in added:
                 texts[token] = bytes(values[letter] for letter in name if letter in values)
             elif len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-                texts[token] = b"\0"  # one byte, whichever
+                texts[token] = b"\0"  # one byte; only its size matters
             else:
                 texts[token] = name.removeprefix("##").replace("\u2581", " ").encode()
         return texts
 
 
 def end_token_of(*descriptions: Any) -> str:
-    """Return the name of the end in the files beside a tokenizer.json, "" if none says it."""
+    """Return the end token that files beside a tokenizer.json name; "" if they name none."""
     for tree in descriptions:
         entry = tree.get("eos_token") if isinstance(tree, dict) else None
         name = entry.get("content") if isinstance(entry, dict) else entry
@@ -89,7 +89,7 @@ def end_token_of(*descriptions: Any) -> str:
 
 
 def special_tokens_of(model: bytes) -> set[str]:
-    """Return the names of the tokens that the file adds to its model's."""
+    """Return the names of the tokens that the file adds to the tokens of its model."""
     tree = parse_json(model)
     added = tree.get("added_tokens") if isinstance(tree, dict) else None
     tokens = added if isinstance(added, list) else []
@@ -104,7 +104,7 @@ def _has_byte_level(tree: Any) -> bool:
 
 
 def _byte_values() -> dict[str, int]:
-    """Return which byte each character stands for: printable ones themselves, others from 256."""
+    """Return character -> its byte: printable bytes are themselves, the others 256, 257, ..."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     values = {chr(value): value for value in printable}

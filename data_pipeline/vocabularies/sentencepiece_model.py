@@ -1,4 +1,4 @@
-"""SentencePiece models: those trained here, and any other exactly as its own encoder reads text."""
+"""SentencePiece models, trained here or by others; texts have the tokens that the library gives."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from data_pipeline.vocabularies.vocabulary import (
 # A long string halves BPE's speed, so a BPE model of our own encodes longer texts in parts of at
 # least this many characters, cut after a newline. In such a model a newline is a separate symbol
 # that no merge crosses, and nothing is added at the start of a text, so the parts have the same
-# tokens as the whole. No other model is cut: one of the user's may add a space at every start, and
-# unigram sums float32 scores from the start, so that near ties may end otherwise in a part.
+# tokens as the whole. For other models texts are not cut: a user's may add a space at every start,
+# and unigram sums float32 scores from the start, so that near ties may have another winner.
 CUT_CHARACTERS = 1 << 15
 
 
@@ -32,7 +32,7 @@ class SentencePieceModel:
             raise InvalidVocabulary("not a SentencePiece model (it is empty); restore it")
         with library_errors("a SentencePiece model"):
             self.processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
-            # All of them now: a piece that is not UTF-8 would be an error wherever it occurs.
+            # Read all names now: one that is not UTF-8 would otherwise be an error in some text.
             names = self.processor.id_to_piece(list(range(self.processor.get_piece_size())))
         self.vocab_size, self._may_cut = len(names), may_cut
         self.end_id = names.index(end_token) if end_token in names else self.processor.eos_id()

@@ -25,11 +25,11 @@ from data_pipeline.vocabularies.vocabulary import (
 )
 
 LARGEST_GAP = 1  # ids without a token before the special ones: some encodings have one
-PROBE = "A text's 10 words,\n  and more. "  # a pattern that may match nothing does so here
+PROBE = "A text's 10 words,\n  and more. "  # a pattern that can match an empty piece does it here
 
 
 class TiktokenRanks:
-    """What `tiktoken.Encoding` makes of the ranks, ended by the special token `end_token`."""
+    """A `tiktoken.Encoding` of the ranks; the special token `end_token` ends a document."""
 
     end_text = ""
 
@@ -45,7 +45,7 @@ class TiktokenRanks:
         ranks = read_ranks(model)
         ids = [*ranks.values(), *special_tokens.values()]
         if len(set(ids)) != len(ids):
-            raise InvalidVocabulary("an encoding in which two tokens have one id; give another")
+            raise InvalidVocabulary("an encoding with two tokens of one id; give another")
         first = min(special_tokens.values())
         if (absent := first - sum(rank < first for rank in ranks.values())) > LARGEST_GAP:
             raise InvalidVocabulary(
@@ -62,7 +62,7 @@ class TiktokenRanks:
         except UnencodableText as error:
             raise InvalidVocabulary(
                 f"an encoding whose tokenizer.pattern cuts a text into pieces that have no tokens "
-                f"({error}); give that of the encoding, whose pieces are never empty"
+                f"({error}); give the encoding's own, whose pieces are never empty"
             ) from None
         self.end_id = special_tokens[end_token]
         self._ids = frozenset(ids)
@@ -90,7 +90,7 @@ class TiktokenRanks:
 def read_ranks(model: bytes) -> dict[bytes, int]:
     """Return the ranks of the tokens; InvalidVocabulary unless every byte is one of them.
 
-    The library ends the process's thread at a byte that has none.
+    The library ends the process's thread at a byte without a rank.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(model.splitlines(), 1):

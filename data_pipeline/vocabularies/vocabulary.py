@@ -1,7 +1,7 @@
-"""The interface of all kinds of tokenizers, and how what is wrong with one is reported.
+"""The interface of all kinds of tokenizers, and their errors.
 
-A vocabulary comes from a model, which is a file's bytes, and from options, which the file does not
-say: others may have written both. They are data. None of these modules executes what they contain.
+A vocabulary comes from a model, the bytes of a file, and from options that the file does not have.
+Others may have written both. They are data, and no module here executes what they contain.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ import numpy as np
 from data_pipeline.config import LARGEST_VOCABULARY
 from foundation.errors import ConfigError, DataError
 
-LARGEST_MODEL_BYTES = 1 << 28  # of a tokenizer's file; 800,000 words have 10 MB
+LARGEST_MODEL_BYTES = 1 << 28  # limit for a tokenizer's file; 800,000 words have 10 MB
 MOST_UNUSED_IDS = 1 << 16  # more than any published vocabulary leaves for later
-# What others call the token that ends a text, the most specific first.
+# Usual names of the token that ends a text, the most specific first.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 
 
@@ -32,10 +32,10 @@ class Vocabulary(Protocol):
 
     vocab_size: int
     end_id: int  # ends a document
-    end_text: str  # that it stands for; "": none, and no text has this id
+    end_text: str  # the text that end_id stands for; "": none, and no text contains end_id
 
     def encode_many(self, texts: Sequence[str], num_threads: int) -> list[np.ndarray]:
-        """Return the ids of each text, equal for any number of threads; UnencodableText if none."""
+        """Return each text's ids, equal for any number of threads, or raise UnencodableText."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -43,7 +43,7 @@ class Vocabulary(Protocol):
         ...
 
     def token_texts(self) -> list[bytes]:
-        """Return the text that each id adds to a document, b"" if none."""
+        """Return the text that each id adds to a document; b"" if it adds none."""
         ...
 
 
@@ -84,7 +84,7 @@ def _reason_of(error: BaseException) -> str:
 
 
 def check_size(vocab_size: int) -> int:
-    """Return the size; InvalidVocabulary unless tables of it fit into host memory."""
+    """Return the size; InvalidVocabulary unless tables of that size fit into host memory."""
     if not 0 < vocab_size <= LARGEST_VOCABULARY:
         raise InvalidVocabulary(
             f"a vocabulary of {vocab_size:,} ids, expected 1 to {LARGEST_VOCABULARY:,}; "
@@ -94,7 +94,7 @@ def check_size(vocab_size: int) -> int:
 
 
 def size_of(ids: Collection[int]) -> int:
-    """Return how many ids there are up to the largest of a file's tokens.
+    """Return the size of a vocabulary with these ids, which is the largest id plus one.
 
     InvalidVocabulary as in `check_size`, and if a small file would make large tables.
     """
@@ -108,7 +108,7 @@ def size_of(ids: Collection[int]) -> int:
 
 
 def usual_end(names: Collection[str]) -> str:
-    """Return the first of the usual names of an end, "" if none of them is among the names."""
+    """Return the first of END_NAMES that is among `names`; "" if there is no such name."""
     return next((name for name in END_NAMES if name in names), "")
 
 

@@ -1,8 +1,9 @@
-"""Word-level vocabularies, as the original's WikiText-103 and One Billion Word.
+"""Word-level vocabularies, as Transformer-XL has for WikiText-103 and One Billion Word.
 
-A text is its lines, a line its words between white space. The token `end_token` ends each line, and
-with that the document: no token is spent on its end, so the tokens of documents one after the other
-are their lines' tokens. A word that is not in the vocabulary becomes `<unk>` or `<UNK>`.
+A text is a sequence of lines, a line a sequence of words between white space. The token `end_token`
+ends each line, and the last line's also ends the document. So the tokens of all documents, one
+after the other, are the tokens of all lines. A word outside the vocabulary becomes `<unk>` or
+`<UNK>`.
 """
 
 from collections import Counter
@@ -34,7 +35,7 @@ class Words:
         self._unknown = next((self._ids[name] for name in UNKNOWN_NAMES if name in self._ids), None)
 
     def encode_many(self, texts: Sequence[str], num_threads: int) -> list[np.ndarray]:
-        """Return one array of ids per text; DataError for a word that nothing stands for."""
+        """Return one array of ids per text; DataError for an unknown word without `<unk>`."""
         return [np.array(self._encode(text), np.uint32) for text in texts]
 
     def _encode(self, text: str) -> list[int]:
@@ -66,31 +67,31 @@ class Words:
         return "\n".join(map(" ".join, lines))
 
     def token_texts(self) -> list[bytes]:
-        """Return each word with the space or line end after it."""
+        """Return each word with one byte for the space or line end after it."""
         texts = [f"{name} ".encode() for name in self._names]
         texts[self.end_id] = b""
         return texts
 
 
 def normalized_words(text: str) -> str:
-    """Return the text with one space between words, which is all that words keep of it."""
+    """Return the text with one space between words: this is what its tokens keep."""
     return "\n".join(" ".join(line.split()) for line in text.removesuffix("\n").split("\n"))
 
 
 def words_of_file(content: bytes, end_token: str) -> bytes:
     """Return the model of a file with a word first in each line, such as before its count.
 
-    As in the original, the end is the first if the file does not have it, and a repeated word keeps
-    its first place.
+    As in Transformer-XL's code, `end_token` comes first if the file does not have it, and a
+    repeated word keeps its first place.
     """
     lines = filter(None, (line.split() for line in _text_of(content).split("\n")))
     return _model_of((line[0] for line in lines), end_token)
 
 
 def most_frequent_words(texts: Iterable[str], most: int, end_token: str) -> bytes:
-    """Return the model of the `most` most frequent words, of equal counts the first seen first.
+    """Return the model of the `most` most frequent words; of equal counts, the first seen first.
 
-    `<unk>` is one of them if there are more words.
+    If there are more words, `<unk>` replaces the last of them.
     """
     counts: Counter[str] = Counter()
     for text in texts:
