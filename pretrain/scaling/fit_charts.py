@@ -85,7 +85,7 @@ def frontier_chart(fit: Fit) -> Figure:
     figure, axes = canvas(4.2, FLOPS, LOSS)
     runs = fit.points.flops_P, fit.points.loss_P
     axes.plot(*runs, "o", color=FAINT, markersize=3, alpha=0.7, label="runs")
-    _lines_with_bands(axes, fit, lambda approach, log_flops: approach.loss(log_flops))
+    _lines_with_bands(axes, fit, lambda approach, flops: fit.optimum(approach, flops)[2])
     if fit.holdouts:
         _held_out(axes, fit)
     plain_ticks(axes.yaxis)
@@ -125,7 +125,7 @@ def power_of_ten(value: float) -> str:
 def sizes_chart(fit: Fit) -> Figure:
     """N* over C by each law, with bands and the lowest points of approach 2's parabolas."""
     figure, axes = canvas(4.2, FLOPS, "optimal parameters N*")
-    _lines_with_bands(axes, fit, lambda approach, log_flops: approach.parameters(log_flops))
+    _lines_with_bands(axes, fit, lambda approach, flops: fit.optimum(approach, flops)[0])
     if used := [valley for valley in fit.valleys if valley.is_used]:
         lowest = [valley.budget for valley in used], [valley.parameters for valley in used]
         axes.plot(*lowest, "*", color=INK, markersize=8, label="lowest point of a parabola")
@@ -142,10 +142,9 @@ def _lines_with_bands(
         np.log(fit.points.flops_P.min()),
         np.log(LIMITS.beyond * float(fit.points.flops_P.max())),
     )
-    log_flops_X = np.linspace(low, high, BAND_POINTS)
-    flops_X = np.exp(log_flops_X)
+    flops_X = np.exp(np.linspace(low, high, BAND_POINTS))
     for approach in fit.approaches:
-        items = [value_at(approach, float(log_flops)) for log_flops in log_flops_X]
+        items = [value_at(approach, flops) for flops in flops_X.tolist()]
         color, line = COLORS[approach.key], [item.value for item in items]
         look: Any = {"linestyle": LINES[approach.key], "linewidth": 1.5}
         axes.plot(flops_X, line, color=color, label=approach.title, **look)

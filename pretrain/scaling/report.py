@@ -110,25 +110,32 @@ def answer_lines(fit: Fit, flops: float, asked: Approach | None = None) -> list[
     lines = [f"{by}at {flops:.3g} FLOPs, {far} ({LEVEL}% intervals):"]
     numbers = numbers_at(fit, law, flops)
     lines += [f"  {name:5} {shown(interval, text)}" for name, interval, text in numbers]
+    lines += [f"  {line}" for line in remarks(fit, law, flops)]
+    lines += [f"doubt: {why}" for why in doubts(fit, flops, law)]
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
+
+
+def remarks(fit: Fit, law: Approach, flops: float) -> list[str]:
+    """What the answer of a law at C FLOPs rests on."""
+    lines, times = [], flops / fit.largest
     if times > 1 and not law.no_interval:
         off = math.exp(SIZE_OFF * math.sqrt(math.log(times))), LOSS_OFF * math.log(times)
         lines.append(
-            f"  published sweeps at this distance missed N* by {off[0]:.2f}x, the loss by "
+            f"published sweeps at this distance missed N* by {off[0]:.2f}x, the loss by "
             f"{off[1]:.1%}: included"
         )
     if why := law.no_interval or (law.without_interval if times <= 1 else ""):
-        lines.append(f"  without an interval: {why}")
+        lines.append(f"without an interval: {why}")
     free = fit.approach("parametric")
     if law.key == "tied" and free and not free.no_interval:
         size, _, loss = fit.optimum(free, flops)
         lines.append(
-            f"  {free.title}, which lets the exponents differ: N* {shown(size, as_size)}, loss "
+            f"{free.title}, which lets the exponents differ: N* {shown(size, as_size)}, loss "
             f"{shown(loss, as_loss)}"
         )
     if differing := loss_disagreement(fit, flops):
-        lines.append(f"  {differing}")
-    lines += [*backtest_lines(fit, law), *(f"doubt: {why}" for why in doubts(fit, flops, law))]
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
+        lines.append(differing)
+    return lines + backtest_lines(fit, law)
 
 
 def ratio_line(fit: Fit, flops: float, ratio: float) -> str:
@@ -147,7 +154,7 @@ def ratio_line(fit: Fit, flops: float, ratio: float) -> str:
 def backtest_lines(fit: Fit, law: Approach) -> list[str]:
     """How far the law was off at the largest budget, fitted without it and those near it."""
     return [
-        f"  backtest: fitted up to 1/{test.times:.3g} of the largest budget, it predicts there "
+        f"backtest: fitted up to 1/{test.times:.3g} of the largest budget, it predicts there "
         + (f"N* {test.size:.2f} times the measured one, " if math.isfinite(test.size) else "")
         + f"the loss {test.loss:+.2%} off"
         for test in fit.backtests.get(law.key, ())
@@ -350,6 +357,10 @@ def fit_parts(fit: Fit) -> list[Part]:
     """The page of a fit, the answer first."""
     distrusted = [f"{TITLES[key]} is not relied on: {why}" for key, why in fit.doubts.items()]
     answer = [*(f"warning: {line}" for line in fit.warnings), choice_line(fit)]
+    if not fit.none_because:
+        law = fit.approaches[0]
+        answer += remarks(fit, law, fit.beyond)
+        answer += [f"doubt: {why}" for why in doubts(fit, fit.beyond, law)]
     bands = f"Bands are {LEVEL}% intervals; right of the dashed line is extrapolation"
     held = ""
     if fit.holdouts and fit.law:
@@ -396,5 +407,6 @@ def _cards(fit: Fit) -> list[Card]:
         if value == "-":
             continue
         where = "exponent of N* ~ C^a" if name == "a" else f"{name} at {flops:.3g} FLOPs"
+        ends = ends.replace(" ", "\N{NO-BREAK SPACE}")  # a line does not end inside the interval
         cards.append(Card(value, f"{where}, {ends or 'no interval'}"))
     return cards
