@@ -412,7 +412,7 @@ def folder_below(root: Path, name: str) -> Path:
 
 
 def settled_state(path: Path) -> tuple[int, ...] | None:
-    """Return a file's number, size and times, which change with its contents.
+    """Return a file's inode, size and times, which change with its contents.
 
     None if it has changed a moment ago: after a second change it might have the same times.
     """

@@ -61,7 +61,7 @@ def _checked(path: Path, owners: tuple[int, ...], remedy: str) -> os.stat_result
 
 
 def is_of_another_user(path: Path) -> bool:
-    """Whether another user than root owns the file."""
+    """Whether a user other than this one and root owns the file."""
     return path.stat().st_uid not in (_ROOT, os.geteuid())
 
 

@@ -1,5 +1,5 @@
 """This project's programs: their versions, and command lines that start them as child processes.
-Only the standard library.
+This module imports only the standard library.
 
 `python -m` looks for every module in the working directory first, so a file numpy.py in the
 directory where a user works would run as the user. (-P, which prevents that, needs Python 3.11.)

@@ -1,9 +1,9 @@
 """Settings: dataclasses whose fields have ranges, units and meanings, read from YAML files and
 overrides.
 
-A file may contain `extends: other.yaml` (or a list; paths are relative to the file). Later sources
-win key by key, and `a.b=value` overrides win over all files. Mistakes are reported together, up to
-MOST_PROBLEMS.
+A file may contain `extends: other.yaml` (or a list; paths are relative to the file). Of files that
+set the same key, the last one wins, and `a.b=value` overrides win over all files. Mistakes are
+reported together, up to MOST_PROBLEMS.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def require_hash(name_of: str, text: str, source: str) -> None:
 
 
 def require_name(name_of: str, name: str) -> None:
-    """Raise ConfigError unless `name` can name a directory and a job, and not be a flag."""
+    """Raise ConfigError unless `name` can name a directory and a job, and is not like a flag."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name_of}: found {shown(name)}, expected 1 to {LONGEST_NAME} letters, digits "

@@ -47,7 +47,7 @@ COMPANIONS = frozenset(
 COMPANION_FILES = frozenset(("state.json", "dataset_dict.json", "index.json", "shardindex.json"))
 INDEX_SUFFIX = ".idx"
 MAPPED = re.compile(r"cache-[0-9a-f]{16}\w*\.arrow$")  # `datasets` keeps results beside its data
-# SHA256SUMS, md5sums.txt, x.tar.md5, MANIFEST: lists of files, if their contents are, too.
+# Names of lists of files: SHA256SUMS, md5sums.txt, x.tar.md5, MANIFEST. Contents are checked, too.
 LIST_NAME = re.compile("sums?|md5|sha|manifest|list")
 CHECKSUM = re.compile(rb"\\?[0-9a-fA-F]{32,128}")
 CHOOSE = "choose the files to read with `suffixes`, or set format=text to read every file as text"

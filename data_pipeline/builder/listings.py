@@ -97,7 +97,7 @@ def listed_files(
 
 
 def _excluded(names: list[str], lists: list[Listing]) -> dict[str, set[str]]:
-    """Return reason -> names that are skipped for it: `names` are all not listed."""
+    """Return reason -> names that are skipped for it; no list has any of `names`."""
     decides = {
         (folder, listing.suffix): f"not listed in {listing.name}"
         for listing in lists

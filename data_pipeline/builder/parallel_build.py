@@ -5,7 +5,7 @@ in OUTPUT.parts, resumable like any build. The merge moves the shards of all par
 The documents and their order do not depend on n. The borders of shards do, because each part ends
 a shard.
 
-`build_in_processes` builds all parts at the same time, a process for each, which ends with it.
+`build_in_processes` builds all parts at the same time, in processes that end with their command.
 """
 
 import contextlib
@@ -157,7 +157,7 @@ def can_shuffle(config: CorpusConfig, num_parts: int) -> bool:
 def merge_parts(
     config: CorpusConfig, num_parts: int, report: Report = lambda what: None
 ) -> BuildResult:
-    """Move finished parts into one corpus, after shuffling if set; resumes after a kill.
+    """Move finished parts into one corpus, shuffled if that is set; resumes after a kill.
 
     DataError if a part is not finished.
     """

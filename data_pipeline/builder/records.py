@@ -92,7 +92,7 @@ def document_of_bytes(
 
 
 def document_of_json(raw: bytes, name: str, source: str, config: CorpusConfig) -> Document | Reject:
-    """Make a document from a JSON object with a text field; `name` is its id if it has none."""
+    """Make a document from a JSON object with a text field; its id is its own, or else `name`."""
     if _has_much_beside_text(raw):
         return Reject(source, f"more than {MOST_BESIDE_TEXT:,} bytes of JSON beside its texts")
     try:

@@ -101,8 +101,8 @@ def check_sources(
 def _documents_for_validation(texts: list[tuple[float, str, int]]) -> list[tuple[float, str, int]]:
     """Return the documents with the lowest hashes: enough for an evaluation.
 
-    Enough are ENOUGH_DOCUMENTS with ENOUGH_CHARACTERS. Several documents are at most a tenth of the
-    text.
+    Enough are ENOUGH_DOCUMENTS with ENOUGH_CHARACTERS. Two or more documents never exceed a tenth
+    of the text.
     """
     taken, size = [], 0
     for text in sorted(texts)[:-1]:
@@ -215,7 +215,7 @@ class SplitWriter:
         return [reject for shard in self.shards for reject in shard.rejects]
 
     def reject(self, reject: Reject) -> None:
-        """Count the next document, which has no ids, to the shard: a restart skips it, too."""
+        """Record that the split's next document has no ids; a restart skips it with its shard."""
         self._rejects.append(reject)
 
     def skip_all(self, count: int) -> bool:

@@ -125,7 +125,7 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """The split's identity: it differs if the tokens or their order may differ."""
+        """The split's identity, which changes with its tokens and their order."""
         canonical = json_text(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -194,7 +194,7 @@ def _corrupted(path: Path) -> Iterator[None]:
 
 
 def is_left_out(directory: Path) -> bool:
-    """Whether `directory` is where a built corpus has no validation split."""
+    """Whether a corpus was built without the split that would be in `directory`."""
     is_absent = not directory.exists() or not any(directory.iterdir())
     has_train = (directory.parent / SPLITS[0] / MANIFEST_NAME).exists()
     return is_absent and has_train and directory.name in SPLITS
