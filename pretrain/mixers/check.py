@@ -1,7 +1,7 @@
 """Checks of a kind of layer: that it carries state right, and that its facts are true.
 
-A model of two such layers, of a size and weights drawn at random, reads random documents in
-float64. What a check returns is how far two ways to the same result are apart, at most.
+A model of two such layers, with random size and weights, reads random documents in float64. A check
+compares two ways to the same result and returns the largest difference.
 """
 
 import math
@@ -28,15 +28,15 @@ from pretrain.model.memory import Memory, MemoryLayout, detached, selected_lanes
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 
-LANES, LONGEST, VOCABULARY = 3, 150, 32
+LANES, LONGEST, VOCABULARY = 3, 150, 32  # LONGEST: tokens of a lane's text at most
 EXACT, ROUNDED = 1e-9, 0.1  # limits of differences; in bf16 relative to the mean size
-LONG, LONG_SEGMENT = 100_000, 1000
-FLOPS_LIMIT, BYTES_LIMIT = 0.01, 0.05
+LONG, LONG_SEGMENT = 100_000, 1000  # tokens
+FLOPS_LIMIT, BYTES_LIMIT = 0.01, 0.05  # relative differences
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a check found; it passes up to its limit. NaN and infinity pass none."""
+    """What a check found; it passes up to its limit. NaN and infinity never pass."""
 
     name: str
     meaning: str
@@ -55,7 +55,7 @@ Measure = tuple[str, float, Callable[[Any], float]]
 
 def check_mixer(kind: str, settings: Mapping[str, Any], seed: int = 0) -> list[Check]:
     """Return all checks of a kind with these settings of a model; ConfigError if they are wrong."""
-    torch.manual_seed(seed)  # weights at first
+    torch.manual_seed(seed)  # for the weights that the model draws
     numbers = torch.Generator().manual_seed(seed)
     return checked(CHECKS, Subject(_drawn_config(kind, settings, numbers), numbers))
 
@@ -67,7 +67,7 @@ def checked(measures: Mapping[str, Measure], subject: Any) -> list[Check]:
         value, note = math.inf, ""
         try:
             value = float(measure(subject))
-        except Exception as error:  # of a module that someone is writing
+        except Exception as error:  # the module may be unfinished
             note = f"{type(error).__name__}: {shown(str(error))}"
         checks.append(Check(name, meaning, value, limit, note))
     return checks
@@ -120,7 +120,7 @@ class Subject:
         starts_BT: Tensor | None = None,
         memory: Memory | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Return what the layers make of the tokens, read in such segments, and the last memory."""
+        """Return the layers' output, read in segments of lengths `cuts`, and the last memory."""
         tokens_BT = self.tokens_BT if tokens_BT is None else tokens_BT
         starts_BT = self.starts_BT if starts_BT is None else starts_BT
         parts, lengths = [], list(cuts) or [tokens_BT.shape[1]]
@@ -169,7 +169,7 @@ def _gradients(subject: Subject) -> float:
         hidden_BTD, _, _ = subject.model.hidden_states(*inputs, num_segments=segments)
         weight_BTD = torch.linspace(-1, 1, hidden_BTD.numel()).view_as(hidden_BTD).double()
         parameters = [*subject.model.get_submodule("layers").parameters()]
-        # What precedes the last layer's sum has a gradient; nothing follows the biases of none.
+        # Parameters that the layers' output does not depend on have no gradient.
         of_all = torch.autograd.grad((hidden_BTD * weight_BTD).sum(), parameters, allow_unused=True)
         gradients.append([gradient for gradient in of_all if gradient is not None])
     scale = max(float(gradient.abs().max()) for gradient in gradients[0])
@@ -269,7 +269,7 @@ def _types(subject: Subject) -> float:
 
 
 def _long(subject: Subject) -> float:
-    """Return how much larger the states of a long stream get than after its first segment."""
+    """Return the largest size of states in a long stream, relative to that after one segment."""
     model, sizes = subject.other_model(memory_length=16).float(), []
     memory, tokens_BL = None, subject.tokens_BT[:1].repeat(1, 20)[:, :LONG_SEGMENT]
     for _ in range(LONG // LONG_SEGMENT):
@@ -339,7 +339,7 @@ def bytes_kept_by(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # so that no other gets its address
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # keeps its address from other tensors
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -364,19 +364,19 @@ def _parameters(subject: Subject) -> float:
 
 
 CHECKS: dict[str, Measure] = {
-    "parameters": ("parameters of the module, by its facts", 0.0, _parameters),
-    "segments": ("one segment and several, of one token, too", EXACT, _segments),
-    "gradients": ("gradients through four segments and of the whole", EXACT, _gradients),
-    "isolation": ("other documents, after one has changed", 0.0, _isolation),
+    "parameters": ("parameters of the module and its facts", 0.0, _parameters),
+    "segments": ("one segment and several, also of one token", EXACT, _segments),
+    "gradients": ("gradients through four segments and one", EXACT, _gradients),
+    "isolation": ("other documents before and after one changes", 0.0, _isolation),
     "starts": ("a document after others and alone", EXACT, _starts),
     "lanes": ("lanes in another order", EXACT, _lanes),
     "slots": ("lanes together and apart", EXACT, _slots),
-    "saved": ("read on by another model, from saved parts", EXACT, _saved),
-    "stream": ("a stream token by token and the segment", EXACT, _stream),
+    "saved": ("one model, and a second one that continues from saved parts", EXACT, _saved),
+    "stream": ("a stream token by token and one segment", EXACT, _stream),
     "types": ("parts of another shape or type than in the facts", 0.0, _types),
     "long": ("growth of states over 100,000 tokens", 100.0, _long),
-    "bf16": ("mean difference in bf16, of the mean size", ROUNDED, _half),
-    "flops": ("FLOPs of the facts and counted", FLOPS_LIMIT, _flops),
+    "bf16": ("mean difference in bf16, relative to the mean size", ROUNDED, _half),
+    "flops": ("FLOPs, facts and counted", FLOPS_LIMIT, _flops),
     "bytes": ("bytes kept for the backward pass, facts and counted", BYTES_LIMIT, _bytes),
     "lane bytes": ("bytes of a lane, facts and counted", 0.0, _lane_bytes),
 }

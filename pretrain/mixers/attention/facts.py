@@ -16,7 +16,7 @@ from pretrain.config.mixer import (
 from pretrain.config.model import POSITIONS, ModelConfig
 from pretrain.kernels.triton.tiling import backward_workspace, built_in_tiles
 
-TILE_CAPABILITY = (9, 0)  # its tiles round the workspace's rows; other GPUs' tiles are as wide
+TILE_CAPABILITY = (9, 0)  # of a GPU to whose tiles the workspace is rounded; others' are as wide
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
 
 
@@ -66,9 +66,9 @@ class AttentionFacts(Mixer):
             # Of the rows that leave the memory, and of what attention would have read from them.
             "compression": compression * own,
         }
-        # What the first of several segments remembers has no gradient.
+        # The memory that a backward pass's first segment reads has no gradient.
         first = 4 * d * k * segment.memory / segment.gradient_segments
-        # Scores are computed again, and not what they weight.
+        # Checkpointing computes scores again, but not the sums of values that they weight.
         repeated = scores - 2.0 * w * keys * tokens
         return MixerFlops(forward, positions + first + still * own, repeated)
 
@@ -80,17 +80,17 @@ class AttentionFacts(Mixer):
         tokens, keys = queries * segment.lanes, (queries + memory) * segment.lanes
         attention = attention_in(engine, model, on_gpu=on_gpu)[0]
         is_plain, drops_weights = attention is Attention.PLAIN, bool(model.attention_dropout)
-        h, k = _widths(model)
-        elements = 2 * tokens * h + 2 * keys * k  # queries and what they read; keys and values
+        w, k = _widths(model)
+        elements = 2 * tokens * w + 2 * keys * k  # queries and what they read; keys and values
         if model.query_key_norm:
             # A GPU computes rms_norm from its input again.
-            elements += tokens * h + keys * k + (tokens * h + 2 * keys * k) * (not on_gpu)
+            elements += tokens * w + keys * k + (tokens * w + 2 * keys * k) * (not on_gpu)
         if model.softmax_scaling == "log_length":
-            elements += tokens * h
+            elements += tokens * w
         if POSITIONS[model.positions].projects_encodings:
-            elements += (queries + memory) * h + tokens * h * is_plain  # plain: with u, with v
+            elements += (queries + memory) * w + tokens * w * is_plain  # plain: with u, with v
         if attention in (Attention.SDPA, Attention.FUSED):
-            weights = 4.0 * tokens * n  # they keep one number per query
+            weights = 4.0 * tokens * n  # one float32 number per query and head
         elif is_plain:
             weights = float(width * keys * queries * n)
         else:
@@ -124,7 +124,7 @@ def _compression_flops(model: ModelConfig, tokens: int) -> tuple[float, float]:
 
 
 def _workspace(model: ModelConfig, segment: SegmentSize, width: int) -> float:
-    """Return gradients of the scores of some heads, which the fused kernels pass to each other."""
+    """Return the bytes of scores' gradients that the fused kernels pass to each other."""
     needed = backward_workspace(
         lanes=segment.lanes,
         queries=segment.tokens,

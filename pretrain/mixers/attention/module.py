@@ -74,7 +74,7 @@ class RelativeAttention(nn.Module):
     ) -> Tensor:
         """Return the attended values [B, L, D] for the arguments of `inputs`.
 
-        They are positional, so that ZeRO-3 keeps weights among them until they have gradients.
+        Arguments are positional, so that ZeRO-3 keeps weights among them until they have gradients.
         """
         # The class' function, not the bound one: it is compiled once for all layers.
         query_BLNH, parts, terms = compiled_if(compiles, RelativeAttention.inputs)(
@@ -97,13 +97,14 @@ class RelativeAttention(nn.Module):
         """Return queries, keys and values of memory and segment, and terms, as `read` takes them.
 
         `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi,
-        t5). `memory_gain_D` and `memory_bias_D` are of a norm whose rest the memory has passed.
+        t5). `memory_gain_D` and `memory_bias_D` belong to a norm that memory has passed without
+        them.
         """
         # Memory and segment are projected separately: memory needs no query and mostly no gradient.
         parts = [self._key_values(segment_BLD, self.key_value_weight)]
         if memory_BMD.shape[1]:
-            # Gain and bias act on the weights: so their gradients need no product that yields one
-            # for memory's rows.
+            # Gain and bias act on the weights. If they acted on memory's rows, their gradients
+            # would need the product that yields a gradient of the rows.
             weight = self.key_value_weight
             bias = None if memory_bias_D is None else torch.mv(weight, memory_bias_D)
             weight = weight if memory_gain_D is None else weight * memory_gain_D
@@ -140,7 +141,7 @@ class RelativeAttention(nn.Module):
     def _with_keys(
         self, key_values: Tensor, norm: RMSNorm | None, positions_XX: Tensor | None = None
     ) -> Tensor:
-        """Return keys normalized, if there is a norm, and rotated, if they are; values as given."""
+        """Return keys, normalized given a norm and rotated for rope given positions, and values."""
         positions_XX = positions_XX if self._positions.rotates else None
         if norm is None and positions_XX is None:
             return key_values

@@ -33,10 +33,10 @@ FORGOTTEN = -128.0  # log of a decay that is 0 in float32, also as a summand
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """What one head's tokens do to its state, for all lanes and heads.
+    """What tokens do to the states of all lanes and heads.
 
     `delta_rule` takes all in one floating-point type, queries and keys `normalized`. `documents_BL`
-    are the tokens' documents; 0: the same as before the segment; None: one.
+    are the tokens' documents (0: of the token before the segment); None: all have the same.
     """
 
     query_BLNH: Tensor
@@ -54,7 +54,7 @@ DeltaRulePath = Callable[[DeltaInputs, Tensor], tuple[Tensor, Tensor]]
 def delta_rule_for(
     kernel: AttentionKernel, model: ModelConfig, kind: str, device: torch.device, dtype: torch.dtype
 ) -> DeltaRulePath:
-    """Return how states are computed there; what a GPU gets is logged once."""
+    """Return the function that computes states on the device; on a GPU, log the choice once."""
     on_gpu = device.type != "cpu"
     uses_fla, reason = fla_here(kernel, model, kind, on_gpu=on_gpu, is_half=dtype in DTYPES)
     if on_gpu:
@@ -63,9 +63,9 @@ def delta_rule_for(
 
 
 def normalized(inputs: DeltaInputs) -> DeltaInputs:
-    """Return the inputs in the gates' type, queries and keys with norm 1, the scores' scale added.
+    """Return the inputs in the gates' type, keys with norm 1, queries with norm H^-1/2.
 
-    Tiny vectors become smaller, and zero stays zero.
+    Vectors near zero get smaller norms, and zero stays zero.
     """
     query_BLNH, key_BLNH, value_BLNX = (
         vectors.to(inputs.write_BLN.dtype)
@@ -108,7 +108,7 @@ def delta_rule(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Tensor]
 
 
 def delta_rule_by_step(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `delta_rule` returns, token by token: the definition, and fastest for one."""
+    """Return what `delta_rule` returns, token by token: the definition; fastest for one token."""
     decay_BLNH = _by_channel(inputs.log_decay_BLN).exp()
     if inputs.documents_BL is not None:
         decay_BLNH = decay_BLNH.masked_fill(is_new_BL1(inputs.documents_BL)[..., None], 0.0)
@@ -125,7 +125,7 @@ def delta_rule_by_step(inputs: DeltaInputs, state_BNHX: Tensor) -> tuple[Tensor,
 def delta_rule_in_chunks(
     inputs: DeltaInputs, state_BNHX: Tensor, chunk_tokens: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return what `delta_rule` returns, in chunks of at most `chunk_tokens` tokens (0: as usual).
+    """Return what `delta_rule` returns, in chunks of at most `chunk_tokens` tokens (0: default).
 
     The names are the paper's: with Gamma the decay between two tokens of a chunk and gamma the one
     since its start, (I + A)^-1 is the inverse in the WY form of the chunk's updates (section 3.3),
@@ -146,8 +146,8 @@ def delta_rule_in_chunks(
     )  # [Z, B, N, Y, width]
     between, since_ZBNYH = chunk_decays(log_decay, inputs.documents_BL)
     written_ZBNYH = key * write
-    # A, whose diagonal the solve does not read; and what a chunk leaves in the state: Gamma_last is
-    # the last row.
+    # `mixing` is A, whose diagonal the solve does not read. `left` is (diag(Gamma_last) K)^T, with
+    # Gamma's last row.
     if by_channel:
         decayed_ZBNYYH = key[..., None, :, :] * between
         mixing_ZBNYY, weights_ZBNYY = (
@@ -166,7 +166,7 @@ def delta_rule_in_chunks(
     ).split([value.shape[-1], key.shape[-1]], dim=-1)  # U, W
     reading_ZBNYH, kept_ZBN1H = query * since_ZBNYH, since_ZBNYH[..., -1:, :]
     read, of_chunks = [], (updates_ZBNYX, keys_ZBNYH, weights_ZBNYY, left_ZBNHY, reading_ZBNYH)
-    # Unbound: the gradient of an index would be a tensor of all chunks, for each of them.
+    # Unbind the chunks: the gradient of indexing a single one would be a tensor of all chunks.
     for update_BNYX, key_BNYH, weight_BNYY, left_BNHY, reading_BNYH, kept_BN1H in zip(
         *(values.unbind() for values in (*of_chunks, kept_ZBN1H)), strict=True
     ):

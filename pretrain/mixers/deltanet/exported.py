@@ -1,4 +1,4 @@
-"""What stands in an export for definitions of the same names: no kernels for GPUs."""
+"""What replaces definitions of the same names in an export: functions without GPU kernels."""
 
 import torch
 
@@ -9,5 +9,5 @@ from pretrain.mixers.deltanet.delta_rule import DeltaRulePath, delta_rule
 def delta_rule_for(
     kernel: AttentionKernel, model: ModelConfig, kind: str, device: torch.device, dtype: torch.dtype
 ) -> DeltaRulePath:
-    """Return how the states are computed."""
+    """Return the function that computes states."""
     return delta_rule

@@ -24,8 +24,8 @@ from pretrain.config.model import LARGEST_WIDTH, MOST_HEADS, AttentionKernel, Mo
 from pretrain.kernels.flash_linear_attention import CHUNK_TOKENS, fingerprint, missing_package
 
 TAPS = 4  # tokens that the short convolution sees
-CHUNK = 64  # tokens, at most, that are computed together
-CHANNEL_CHUNK = 16  # where each pair has a decay by channel
+CHUNK = 64  # most tokens that are computed together
+CHANNEL_CHUNK = 16  # the same, where each pair of tokens has a decay per channel
 WIDEST_FLA_HEAD = 256
 
 
@@ -39,9 +39,9 @@ class DeltaNetSettings:
     """Width of a head's values; 0: twice as wide as keys."""
     expansion: ClassVar[int] = 2
     key_heads: int = setting(0, Range(0, MOST_HEADS), unit="heads")
-    """Heads of queries and keys, each of several states; 0: `num_heads`."""
+    """Heads of queries and keys, each shared by several states; 0: `num_heads`."""
     largest_write: float = setting(1.0, Range(0, 2, above=True))
-    """What beta is below; above 1, a token may turn what is stored under its key around."""
+    """Upper limit of beta; above 1, a token may reverse what is stored under its key."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class GatedDeltaNetFacts(Mixer):
     title = "Gated DeltaNet"
     module = "GatedDeltaNet"
     settings = DeltaNetSettings
-    by_channel = False  # keys decay: a product of keys then is no product of matrices
+    by_channel = False  # whether each channel of keys decays at its own rate
 
     def check(self, model: ModelConfig) -> None:
         if model.num_heads % (heads := widths_of(model, self.kind).heads):
@@ -75,7 +75,7 @@ class GatedDeltaNetFacts(Mixer):
         shape = (model.num_heads, widths.key, widths.value)
         return (
             LanePart(name="state", kind="state", shape=shape, in_float32=True),
-            # What the short convolution still reads.
+            # Inputs of the last tokens, which the short convolution still reads.
             LanePart(name="tail", kind="state", shape=(TAPS - 1, 2 * widths.keys + widths.values)),
         )
 
@@ -104,21 +104,22 @@ class GatedDeltaNetFacts(Mixer):
         number, size = self._chunks(tokens)
         padded = number * size
         decay = 2.0 * padded * size * decays  # sums of logarithms, a product with a mask
+        # With a decay per channel, products of keys are not products of matrices.
         of_keys = 2.0 if self.by_channel else 6.0
         rule = padded * (size * (of_keys * of_states + 4 * v) + 6 * v * widths.key) + decay
         last_state = 2.0 * v * widths.key * size
-        # A mask has no gradient. The state that a backward pass's first segment reads has none, and
-        # nothing of the loss reads the one that its last segment leaves.
+        # A mask has no gradient, nor has the state that a backward pass's first segment reads. The
+        # loss does not depend on the state that the last segment leaves.
         saved = decay + 4 * last_state / segment.gradient_segments
         projections = 2.0 * d * (2 * w + 3 * v + n + decays) * tokens
         return MixerFlops({self.kind: projections + rule}, saved, rule - last_state)
 
     def kept(self, model: ModelConfig, tokens: int) -> Kept:
         """Count, outside the rule, the convolution's input, its taps where documents hide some, and
-        its result; what the heads read, normed; the gate before and after its activation; the
-        product. Once: the weights of queries, keys, values and gates, joined for one product of
-        all. In the rule: tensors of rows, five matrices per chunk and head, and the state before
-        each chunk.
+        its result; what the heads read, normed; the gate before and after its activation; their
+        product. Shared are the weights of queries, keys, values and gates, joined for one product.
+        In the rule: tensors of rows, five matrices per chunk and head, and the state before each
+        chunk.
         """
         n, widths, decays = model.num_heads, widths_of(model, self.kind), self._decays(model)
         w, v, of_states = widths.keys, widths.values, n * widths.key
@@ -137,9 +138,9 @@ class GatedDeltaNetFacts(Mixer):
     def kept_bytes(
         self, model: ModelConfig, engine: EngineConfig, segment: SegmentSize, on_gpu: bool
     ) -> LayerBytes:
-        """With kernels: queries and keys, normed, values, the inverse of each chunk, both gates in
-        float32. Of these and what follows from them the backward pass makes w and u, gradients, and
-        states before chunks.
+        """Kernels keep queries and keys, normed, values, the inverse of each chunk, and both gates
+        in float32. From these the backward pass computes w and u, gradients, and the states before
+        chunks.
         """
         is_half, tokens = engine.number_format != "fp32", segment.tokens
         kernel = engine.attention_kernel

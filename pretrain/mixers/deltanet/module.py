@@ -68,7 +68,7 @@ class GatedDeltaNet(nn.Module):
         The tail is what the convolution still reads of the last three tokens. With
         `documents_BL` (0: of the token before the segment) no token reads an earlier document.
         """
-        # One product: rounding of one with so few columns as the gates would depend on the lanes.
+        # One product for all: in one of few columns, as for gates, rounding depends on the lanes.
         weights = (self.query_weight, self.key_weight, self.value_weight)
         weights += (self.decay_weight, self.write_weight)
         projected_BLX = linear(segment_BLD, torch.cat(weights))
