@@ -16,7 +16,7 @@ include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**.md"]
 myst_heading_anchors = 4
 pygments_style = "friendly"
 
-# The pages in the order of docs/README.md, whose table names each once or more.
+# The pages in the groups and the order of docs/README.md, which names each once or more.
 INDEX = Path(__file__).with_name("README.md")
 
 
@@ -26,8 +26,18 @@ def setup(app: Sphinx) -> None:
 
 
 def contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """Append a hidden toctree of every page that docs/README.md links to."""
-    if page == root_doc:
-        pages = re.findall(r"\]\((\w[^)#]*)", INDEX.read_text())
-        entries = "\n".join(dict.fromkeys(f"docs/{each}" for each in pages))
-        source[0] += f"\n\n```{{toctree}}\n:hidden:\n\ndocs/README\n{entries}\nCONTRIBUTING\n```\n"
+    """Append hidden toctrees, one for each section of docs/README.md, of the pages it links to."""
+    if page != root_doc:
+        return
+    parts = [tree("Documentation", ["docs/README"])]
+    for section in INDEX.read_text().split("\n## ")[1:]:
+        title, _, table = section.partition("\n")
+        pages = dict.fromkeys(f"docs/{name}" for name in re.findall(r"\]\((\w[^)#]*)", table))
+        parts.append(tree(title, [*pages, *(["CONTRIBUTING"] if title == "Reference" else [])]))
+    source[0] += "".join(parts)
+
+
+def tree(caption: str, pages: list[str]) -> str:
+    """Return a hidden toctree in MyST's Markdown."""
+    entries = "\n".join(pages)
+    return f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
