@@ -35,7 +35,7 @@ class EngineConfig:
     precision: PrecisionSetting = "auto"
     """Weights and activations; auto: bf16 on GPUs that have it, else fp32, chosen at the start."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward pass recomputes; selective: attention's scores, the delta rule."""
+    """What the backward pass recomputes; selective: scores, the delta rule; segments: all."""
     offload_optimizer: bool = False
     """Keep master weights and moments, and run the update, on the CPU; needs ZeRO 1 or more."""
     offload_memories: bool = False
@@ -59,6 +59,11 @@ class EngineConfig:
             raise ConfigError(
                 f"engine.zero_stage={self.zero_stage} needs engine.kind=deepspeed, found "
                 f"{self.kind}, which shards nothing; remove one of them"
+            )
+        if self.activation_checkpointing == "segments" and self.zero_stage > 2:
+            raise ConfigError(
+                "engine.activation_checkpointing=segments needs engine.zero_stage of 2 or less, "
+                "found 3; use full"
             )
         if self.offload_optimizer and (self.kind != "deepspeed" or not self.zero_stage):
             raise ConfigError(

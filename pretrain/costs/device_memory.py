@@ -240,6 +240,9 @@ class Footprint:
             tokens = segments * pass_lanes(run, self.world_size)
             tokens *= run.model.read_tokens(run.data.segment_length)
             return float(len(layers) * tokens * run.model.d_model * self._weight_bytes)
+        if run.engine.activation_checkpointing == "segments":  # what the output layer reads
+            tokens = segments * pass_lanes(run, self.world_size) * run.data.segment_length
+            return float(tokens * run.model.d_model * self._weight_bytes)
         kept = segments * sum(layer.kept for layer in layers)
         if run.engine.activation_checkpointing == "selective":
             repeated = [layer.repeated for layer in layers]
@@ -249,8 +252,10 @@ class Footprint:
     @property
     def _working(self) -> float:
         """The most bytes that the backward pass of a layer needs besides what is kept."""
-        runs_again = self.run.engine.activation_checkpointing == "full"
-        return max(layer.kept * runs_again + layer.working for layer in self._layers)
+        kind = self.run.engine.activation_checkpointing
+        of_segment = sum(layer.kept for layer in self._layers) if kind == "segments" else 0.0
+        working = max(layer.kept * (kind == "full") + layer.working for layer in self._layers)
+        return of_segment + working
 
 
 def largest_footprint(run: RunConfig, world_size: int, on_gpu: bool = False) -> Footprint:

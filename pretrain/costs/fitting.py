@@ -17,7 +17,7 @@ from pretrain.costs.hardware import GIB
 
 # What a change costs, as a part of the time of a step: assumed, and only their order matters.
 # Checkpointing repeats the scores, or all of the forward pass: a third of a step's FLOPs.
-_COST_OF_CHECKPOINTING = {"none": 0.0, "selective": 0.08, "full": 0.33}
+_COST_OF_CHECKPOINTING = {"none": 0.0, "selective": 0.08, "full": 0.33, "segments": 0.34}
 # By stage. Stage 3 gathers the weights for each forward and backward pass: 50 % more traffic.
 _COST_OF_STAGE = (0.0, 0.005, 0.01, 0.1)
 # By stage, for twice the passes: smaller ones are slower; from stage 2 on each sums gradients.

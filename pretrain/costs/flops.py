@@ -332,6 +332,10 @@ def computed_step_flops(run: RunConfig, world_size: int) -> float:
         repeated = flops.forward - flops.parts["head"]
         if model.norm_position == "pre":  # no norm after a layer needs its last product again
             repeated -= model.num_layers * 2 * model.d_model * model.inner_width * factor
+    elif engine.activation_checkpointing == "segments":
+        repeated = flops.forward - _output_flops(model)
+        if model.norm_position == "pre":
+            repeated -= 2 * model.d_model * model.inner_width * factor
     elif engine.activation_checkpointing == "selective":
         repeated = flops.repeated
     if 0 < engine.logits_chunk_tokens < pass_tokens(run, world_size):

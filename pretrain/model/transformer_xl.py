@@ -3,6 +3,7 @@
 Letters of shapes as in `pretrain.model`.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -169,10 +170,15 @@ class TransformerXL(nn.Module):
         if starts_BL is not None:
             starts = starts_BL.chunk(num_segments, dim=1)
         hidden, errors = [], []
+        read = self._read_segment
+        if self.activation_checkpointing == "segments" and torch.is_grad_enabled():
+            # Keeps the memory between segments; the backward pass reads them again, last first.
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            read = functools.partial(checkpoint, self._read_segment, **options)
         for number, part_BL in enumerate(tokens_BL.chunk(num_segments, dim=1)):
             masks = dropout.of_segment(number) if dropout and self.training else None
             is_last = number == num_segments - 1
-            hidden_BLD, memory, of_segment = self._read_segment(
+            hidden_BLD, memory, of_segment = read(
                 part_BL, memory, starts[number], masks, state, carries_gradient=not is_last
             )
             hidden.append(hidden_BLD)

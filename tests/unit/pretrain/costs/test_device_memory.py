@@ -48,6 +48,11 @@ CASES = {
         (8, 128),
         {"attention_kernel": "sdpa"},
     ),
+    "eight segments, each read again": (
+        {**DEEP, "layer_kinds": ("attention", "deltanet")},
+        (4, 64, 8),
+        {"activation_checkpointing": "segments"},
+    ),
     "three segments": ({**DEEP, "layer_kinds": ("attention", "deltanet")}, (4, 64, 3), AGAIN),
 }
 

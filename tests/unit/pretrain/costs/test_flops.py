@@ -212,6 +212,8 @@ def test_stage_3_sums_a_ranks_part_of_the_gradients_in_float32(segments, of_weig
         ("pre", (), {"activation_checkpointing": "selective"}),
         ("post", ("deltanet",), {"activation_checkpointing": "selective"}),
         ("post", ("mamba2",), {"activation_checkpointing": "selective"}),
+        ("pre", ("mamba2",), {"activation_checkpointing": "segments"}),
+        ("post", (), {"activation_checkpointing": "segments"}),
         ("post", (), {"logits_chunk_tokens": 9}),
     ],
     ids=str,

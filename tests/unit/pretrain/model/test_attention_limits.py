@@ -88,6 +88,13 @@ def trained(
     return [nll_BT.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_segments_that_are_read_again_have_the_same_gradients(options):
+    config = replace(ROPE, **options)
+    found, expected = trained(config, "plain", checkpointing="segments"), trained(config, "plain")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def excluded(config: ModelConfig) -> list[str]:
     return [limit.option for limit in LIMITS if limit.sdpa and limit.applies(config, True)]
 
