@@ -108,8 +108,9 @@ def variant_notes(results: Sequence[MemberResult]) -> list[str]:
         "seeds at the member's best rate, tokens/s the median of the member's runs",
         NOTE[0].lower() + NOTE[1:].removesuffix("."),
     ]
-    if distances := ", ".join(map(str, example.probed("needle"))):
-        chance = example.probes[f"{PROBED}chance"]
+    if probed := [result for result in results if result.probed("needle")]:
+        distances = ", ".join(map(str, probed[0].probed("needle")))
+        chance = probed[0].probes[f"{PROBED}chance"]
         notes.append(f"needle: accuracy over distances of {distances}; chance is {chance:.1%}")
     if any(result.is_edge for result in results):
         notes.append("a star marks the lowest or highest rate: a better one may lie beyond it")

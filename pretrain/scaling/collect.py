@@ -241,27 +241,30 @@ def probe_columns(run: Path, step: int | None = None) -> dict[str, float]:
     path = run / PROBES
     if not path.exists():
         return {}
+    columns: dict[str, float] = {}
+    bins: list[tuple[int, float, int]] = []
     try:
         probed = read_value(_Probed, path, is_open=True)
         positions, needles = probed.probes.position, probed.probes.needle
-        if step not in (None, probed.step) or positions is None or needles is None:
+        if step not in (None, probed.step):
             return {}
-        if not positions or not needles:
+        if () in (positions, needles):
             raise ValueError("position or needle is empty")
-        first, tokens, losses = vars(positions[0]).values()
-        if not len(first) == len(tokens) == len(losses) > 0:
-            raise ValueError("position has lists of different lengths")
-        accuracies = {needle.distance: needle.accuracy for needle in needles}
-        chance = needles[0].chance
+        if positions:
+            first, tokens, losses = vars(positions[0]).values()
+            if not len(first) == len(tokens) == len(losses) > 0:
+                raise ValueError("position has lists of different lengths")
+            bins = [each for each in zip(first, losses, tokens, strict=True) if each[2]]
+        for needle in needles or ():
+            if not needle.distance & (needle.distance - 1):
+                columns[f"needle/{needle.distance}"] = needle.accuracy
+            columns["chance"] = needle.chance
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} is damaged ({error}); remove it: 'pretrain evaluate RUN --probe needle "
             "position' writes it"
         ) from None
-    bins = [each for each in zip(first, losses, tokens, strict=True) if each[2]]
-    columns = {f"position/{start}": loss for start, loss, _ in bins}
-    columns |= {f"needle/{each}": accuracies[each] for each in accuracies if not each & (each - 1)}
-    columns["chance"] = chance
+    columns |= {f"position/{start}": loss for start, loss, _ in bins}
     if far := [(loss, count) for start, loss, count in bins if start >= FAR]:
         count = sum(count for _, count in far)
         columns["far_loss"] = sum(loss * count for loss, count in far) / count

@@ -10,6 +10,7 @@ import torch
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.cli import main
 from pretrain.config.run import DataConfig, RunConfig
+from pretrain.scaling.collect import probe_columns
 from pretrain.weights.export import write_export
 from tests.helpers.models import tiny_model
 
@@ -67,6 +68,8 @@ def test_needle_and_copy_of_an_export_need_no_corpus(export, tmp_path, capsys):
     assert found["settings"]["text"] == ""
     assert {each["trials"] for each in found["probes"]["copy"]} == {3}
     assert [each["distance"] for each in found["probes"]["needle"]] == [8, 16, 24, 32]
+    columns = {f"probes/{name}" for name in ("needle/8", "needle/16", "needle/32", "chance")}
+    assert probe_columns(tmp_path).keys() == columns, "of one probe, too"
 
 
 @pytest.mark.parametrize(
