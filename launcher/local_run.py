@@ -8,7 +8,7 @@ from foundation.settings import load_config
 from launcher.restart_policy import RestartPolicy
 from launcher.stop_signals import HOLDER, StopSignals
 from launcher.supervisor import Supervisor, is_done_already
-from pretrain.config.resolve import with_absolute_paths
+from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.rundir.ownership import refuse_foreign_run
@@ -45,6 +45,7 @@ def train_here(
             run_dir.path,
         )
         return 0
+    with_vocabulary(config)  # ConfigError for a corpus that is absent, again before any rank starts
     try:
         with stop, run_dir.locked(HOLDER):
             if from_step is not None:

@@ -17,6 +17,7 @@ SUBMIT = ["submit", "x.yaml", *CLUSTER]
     [
         (["locla"], "local, status"),
         (["local", "nowhere.yaml"], "nowhere.yaml"),
+        (["local", "x.yaml", "data.path=nowhere", "model.vocab_size=0"], "no corpus at "),
         (["local", "x.yaml", "--ranks=3"], "data.lanes=8"),
         (["local", "x.yaml", "--ranks=0"], "--ranks=0"),
         (["local", "x.yaml", "optim.stps=3"], "'steps'"),
