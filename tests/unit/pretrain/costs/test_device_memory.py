@@ -48,6 +48,16 @@ CASES = {
         (8, 128),
         {"attention_kernel": "sdpa"},
     ),
+    "mamba2, isolated": (
+        {**DEEP, "layer_kinds": ("mamba2",), "isolate_documents": True},
+        (8, 128),
+        {},
+    ),
+    "mamba2, products between tokens computed again": (
+        {**LONG, "layer_kinds": ("mamba2",)},
+        (2, 512),
+        AGAIN,
+    ),
     "eight segments, each read again": (
         {**DEEP, "layer_kinds": ("attention", "deltanet")},
         (4, 64, 8),
