@@ -19,12 +19,12 @@ HEAD_FLOPS = 2  # per element of the output matrix and token
 
 @dataclass(frozen=True, kw_only=True)
 class CachedPart:
-    """A tensor that each of these layers keeps in the model's cache."""
+    """A tensor that each layer in `layers` keeps in the model's cache."""
 
     layers: tuple[int, ...]
     name: str  # keys, values, or a state and its number, as in `recurrent_states.0`
     kind: Literal["rows", "state"]
-    shape: tuple[int, ...]  # of a lane, or of a row of one
+    shape: tuple[int, ...]  # of a lane's state, or of one of its rows
     in_float32: bool
     window: int = 0  # the most rows that a layer reads; 0: no limit
 
@@ -53,12 +53,12 @@ class AdoptedFacts:
     """What the system knows of an adopted model."""
 
     family: str  # the class in transformers
-    transformers: str  # the version that has measured it
+    transformers: str  # the version that measured the facts
     config: dict[str, Any]  # config.json, as transformers reads it
     parts: tuple[CachedPart, ...]
     weights: tuple[AdoptedWeight, ...]
-    flops_per_token: float  # of a forward pass, but for attention and the output matrix
-    flops_per_pair: float  # of a token and a key
+    flops_per_token: float  # in a forward pass, without attention and the output matrix
+    flops_per_pair: float  # in a forward pass's attention, for each token and key
     kept_per_token: float  # bytes kept for the backward pass, in float32, without logits
 
     @property

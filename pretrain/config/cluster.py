@@ -19,8 +19,8 @@ from foundation.typed_values import to_tree
 from foundation.yaml_files import find_config
 from pretrain.config.devices import device_named
 
-MOST_RANKS = 1024  # of a node
-MOST_NODES = 65_536  # of a cluster: Slurm's own limit
+MOST_RANKS = 1024  # on a node
+MOST_NODES = 65_536  # in a cluster: Slurm's own limit
 _GPUS = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*:)?[0-9]{1,4}")
 _NODES = re.compile(r"([0-9]{1,20})(?:([:+])([0-9]{1,20}))?")
 EXAMPLES = Path("configs/clusters")

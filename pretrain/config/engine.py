@@ -92,9 +92,9 @@ class Limit:
 
     option: str
     applies: Callable[[ModelConfig, bool], bool]  # (model, is_half) -> whether it is excluded
-    sdpa: bool = False  # from `scaled_dot_product_attention`, which cannot express it
-    flash: bool = False  # from FlashAttention, which torch's function uses on a GPU
-    fused: bool = False  # from the fused kernel, which does not support it
+    sdpa: bool = False  # it is excluded from `scaled_dot_product_attention`
+    flash: bool = False  # it is excluded from FlashAttention, which torch uses on a GPU
+    fused: bool = False  # it is excluded from the fused kernel
 
 
 LIMITS = (

@@ -42,9 +42,7 @@ class LanePart:
     shape: tuple[int, ...] = ()
     length: int = 0  # rows when the memory is full
     waiting: int = 0  # rows beyond `length` that wait until their group is complete
-    in_float32: bool = (
-        False  # in every precision; other rows and states have the type of activations
-    )
+    in_float32: bool = False  # in every precision; without it the type of activations
 
     def num_bytes(self, activation_bytes: int) -> int:
         """Return the bytes of one lane when the memory is full."""
@@ -76,8 +74,8 @@ class MixerFlops(NamedTuple):
     """FLOPs of a layer's mixer for one segment of one lane; a backward pass: 2 forward - saved."""
 
     forward: Mapping[str, float]  # by part
-    saved: float = 0.0  # that the backward pass saves where nothing needs a gradient
-    repeated: float = 0.0  # that selective checkpointing computes again
+    saved: float = 0.0  # FLOPs that the backward pass saves where nothing needs a gradient
+    repeated: float = 0.0  # FLOPs that selective checkpointing computes again
 
 
 class Kept(NamedTuple):

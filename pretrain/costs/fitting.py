@@ -24,7 +24,7 @@ _COST_OF_STAGE = (0.0, 0.005, 0.01, 0.1)
 _COST_OF_PASSES = (0.01, 0.01, 0.02, 0.05)
 _COST_OF_OFFLOADED_MEMORIES = 0.02  # copied while other slots compute
 _COST_OF_OFFLOADED_OPTIMIZER = 0.5  # the CPU updates the weights
-_LARGEST_MULTIPLE = 64  # of the ranks, which is tried last where no setting helps
+_LARGEST_MULTIPLE = 64  # where no setting helps, up to 64 times the ranks are tried
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class RunTime:
     training: float
     evaluation: float | None
     evaluations: int
-    tokens: int | None  # that the last evaluation scores of the run's own validation split
+    tokens: int | None  # tokens of the run's own validation split that the last one scores
     sets: int  # other validation sets
 
 

@@ -49,7 +49,7 @@ class Check:
         return self.found <= self.limit
 
 
-# What it means, the limit of what is found, and how that is found.
+# What a check compares, the limit of the difference, and the function that measures it.
 Measure = tuple[str, float, Callable[[Any], float]]
 
 
@@ -61,7 +61,7 @@ def check_mixer(kind: str, settings: Mapping[str, Any], seed: int = 0) -> list[C
 
 
 def checked(measures: Mapping[str, Measure], subject: Any) -> list[Check]:
-    """Return what each of these finds of the subject; an error is a failed check."""
+    """Return a check for each of the measures of the subject; an error is a failed check."""
     checks = []
     for name, (meaning, limit, measure) in measures.items():
         value, note = math.inf, ""

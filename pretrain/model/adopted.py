@@ -1,12 +1,12 @@
 """A causal language model of transformers as a model of ours: lanes carry what its cache holds.
 
-Its cache is filled with what a lane carries, it reads a segment, and what the cache then holds is
-carried on. Nothing here knows a family. Letters of shapes as in `pretrain.model`; R rows of the
-cache, P rotated channels.
+The model's cache is filled with what a lane carries. The model reads a segment, and what the cache
+then holds is carried on. Nothing here knows a family. Letters of shapes as in `pretrain.model`; R
+rows of the cache, P rotated channels.
 
 Attention keeps keys that are already rotated. Lanes are as long as a corpus, and angles of such
-positions are wrong in float32. So positions of a segment start after the rows that are carried, and
-their keys are rotated back by as much as rows have left: attention sees distances alone.
+positions are wrong in float32. So a segment's positions start after the carried rows, and carried
+keys are rotated back by the number of rows that have left: attention sees distances alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pretrain.model.memory import (
 )
 from pretrain.model.transformer_xl import TransformerXL
 
-CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # of versions and families
+CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # its names in various families
 STATES, ROWS = ("conv_states", "recurrent_states"), ("keys", "values")
 
 
@@ -55,7 +55,7 @@ class AdoptedModel(nn.Module):
         names = inspect.signature(inner.forward).parameters
         self._cache_argument = cache_argument(inner)
         self._takes_positions = "position_ids" in names
-        self.trained_keys: tuple[int, ...] = ()  # of rope_extension, which an adopted model lacks
+        self.trained_keys: tuple[int, ...] = ()  # an adopted model has no rope_extension
 
     def forward(
         self,
@@ -86,7 +86,7 @@ class AdoptedModel(nn.Module):
         memory_length: int | None = None,
         num_last: int | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Return log-probabilities after each of the last `num_last` tokens (all), and memory."""
+        """Return log-probabilities after the last `num_last` tokens (default: all), and memory."""
         logits_BLV, memory = self.read(tokens_BL, memory, starts_BL, memory_length)
         return _exact(logits_BLV[:, -(num_last or 0) :]).log_softmax(-1), memory
 
@@ -101,7 +101,7 @@ class AdoptedModel(nn.Module):
     ) -> tuple[Tensor, Memory]:
         """Return the logits [B, L, V] of the module of transformers, and the next memory.
 
-        `first_position` is where the rows that are carried begin; it changes nothing.
+        `first_position` is the position of the first carried row; results do not depend on it.
         """
         layout, logits = MemoryLayout(self.config, memory_length), []
         memory = None if memory is None else detached(memory)
@@ -122,7 +122,7 @@ class AdoptedModel(nn.Module):
         return next(module for module in self.modules() if isinstance(module, nn.ModuleList))
 
     def train(self, mode: bool = True) -> AdoptedModel:
-        """Set the mode of this module alone: dropout of transformers has no state of a run."""
+        """Set the mode of this module alone: dropout of transformers differs at a resume."""
         super().train(mode)
         self.inner.eval()
         return self
@@ -161,15 +161,15 @@ class AdoptedModel(nn.Module):
         return logits_BLV, layout.joined(Carried(layers, documents_BM - documents_BL[:, -1:]))
 
     def _carried(self, part: LanePart, tensor: Tensor, steps_back: int) -> Tensor:
-        """Return what is carried on of a part; keys as of positions that count from 0 again."""
+        """Return what a part carries on; keys are rotated to positions that count from 0 again."""
         if part.kind == "state":
             return tensor
-        # Copied: a view would keep the rows of the whole segment.
+        # A copy, because a view would keep the rows of the whole segment.
         tensor = tensor[:, max(0, tensor.shape[1] - part.length) :].contiguous()
         return self._rotated(tensor, -steps_back) if _own_name(part) == "keys" else tensor
 
     def _rotated(self, keys_BRNH: Tensor, steps: int) -> Tensor:
-        """Return keys as of positions that are higher by `steps`."""
+        """Return the keys rotated to positions that are higher by `steps`."""
         frequencies = rotary_frequencies(self.inner)
         if frequencies is None or not steps:
             return keys_BRNH
@@ -182,7 +182,7 @@ class AdoptedModel(nn.Module):
         return torch.cat([turned.to(keys_BRNH.dtype), rest], dim=-1)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move the module; buffers keep their type: angles in half precision are wrong."""
+        """Move the module; buffers keep their type, because angles in half precision are wrong."""
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, buffer in self.named_buffers():
@@ -245,8 +245,8 @@ def held_by(layer: Any) -> dict[str, Tensor]:
 def fill_layer(layer: Any, name: str, tensor: Tensor, num_tokens: int) -> None:
     """Let a new layer of the cache hold a tensor of this name, after `num_tokens`.
 
-    It then assigns states. Its own methods copy them in place, which a backward pass through the
-    next segment cannot follow.
+    The layer then assigns new states. Its own methods would copy them in place, and a backward pass
+    could not go through the next segment.
     """
     layer.device, layer.dtype = tensor.device, tensor.dtype
     if name in ROWS:
@@ -277,7 +277,7 @@ def _next_recurrent_state(layer: Any, new: Tensor, state_idx: int = 0, **_: Any)
 
 
 def parameter_roles(inner: Any) -> dict[str, Role]:
-    """Return what each parameter is, by its name in `AdoptedModel`.
+    """Return the role of each parameter, by its name in `AdoptedModel`.
 
     Weights of linear layers are matrices; other weights of two or more dimensions, such as stacked
     experts, decay, but no optimizer takes them for one matrix.

@@ -21,7 +21,8 @@ from pretrain.model.memory import LayerParts, Memory, MemoryLayout, selected_lan
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.model.visibility import SegmentKeys
 
-SPARE_SEGMENTS = 8  # that fit into a buffer behind the memory, before its rows move to the front
+# Segments that fit into a buffer behind the memory, before the memory's rows move to the front.
+SPARE_SEGMENTS = 8
 
 
 class HiddenStateStream:
@@ -72,7 +73,8 @@ class SegmentStream:
         self._longest_segment = longest_segment
         self._stream = HiddenStateStream(module, memory_length, longest_segment)
         self._before: Memory | None = None  # the memory before the present segment
-        self._present: tuple[Tensor, Tensor] | None = None  # its tokens, and document starts
+        # The present segment's tokens and document starts.
+        self._present: tuple[Tensor, Tensor] | None = None
 
     def nll_BL(
         self, tokens_BL: Tensor, targets_BL: Tensor, starts_BL: Tensor | None = None

@@ -1,7 +1,7 @@
 """Modules of transformers, built from the config.json of a model that was adopted.
 
-A directory of someone else is read as JSON and safetensors alone. None of its code is run, nothing
-is fetched.
+Someone else's directory is read as JSON and safetensors alone: no code in it is run, and nothing is
+fetched.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pretrain.model.adopted import AdoptedModel, parameter_roles
 
 CONFIG = "config.json"
 LARGEST_JSON = 1 << 26
-OLDEST = (5, 23)  # whose cache starts all kinds of layers from a state
-KERNELS = ("fla", "mamba_ssm", "causal_conv1d")  # transformers runs them on CPUs, too
+OLDEST = (5, 23)  # first version whose cache lets all kinds of layers start from a state
+KERNELS = ("fla", "mamba_ssm", "causal_conv1d")  # transformers would run them also on a CPU
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def empty_inner(tree: Mapping[str, Any]) -> nn.Module:
             config, options = configuration(transformers, tree)
             inner = transformers.AutoModelForCausalLM.from_config(config, **options)
             inner.tie_weights()
-        except Exception as error:  # of settings that someone else has written
+        except Exception as error:  # someone else wrote the settings: any error may come
             raise ConfigError(
                 f"{CONFIG}: transformers {transformers.__version__} cannot build it: "
                 f"{shown(' '.join(str(error).split()))}"
@@ -118,7 +118,7 @@ def configuration(transformers: Any, tree: Mapping[str, Any]) -> tuple[Any, dict
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put each parameter on `meta` as a module registers it; buffers are computed as ever."""
+    """Put each parameter on `meta` when a module registers it; buffers are computed as usual."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -143,7 +143,7 @@ def build_adopted(model: ModelConfig) -> AdoptedModel:
 
 
 def fill_parameters(inner: nn.Module, value_of: Callable[[str, torch.Size], Tensor]) -> None:
-    """Replace each parameter on `meta`; it is registered again, as ZeRO-3 waits for."""
+    """Replace each parameter on `meta` and register it again, which ZeRO-3's hook needs."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for path, module in inner.named_modules():
         for name, parameter in list(module._parameters.items()):

@@ -16,7 +16,8 @@ from pretrain.config.mixer import (
 from pretrain.config.model import POSITIONS, ModelConfig
 from pretrain.kernels.triton.tiling import backward_workspace, built_in_tiles
 
-TILE_CAPABILITY = (9, 0)  # of a GPU to whose tiles the workspace is rounded; others' are as wide
+# The workspace is rounded to tiles of this compute capability; tiles of other GPUs are as wide.
+TILE_CAPABILITY = (9, 0)
 TILE_ROWS = 128  # queries of a tile on a CPU; keys after them are skipped
 
 

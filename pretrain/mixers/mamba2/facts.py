@@ -13,7 +13,7 @@ from pretrain.config.mixer import Kept, LanePart, Mixer, MixerFlops, SegmentSize
 from pretrain.config.model import LARGEST_WIDTH, MOST_HEADS, ModelConfig
 from pretrain.mixers.deltanet.facts import CHUNK, TAPS, Widths
 
-EXPANSION = 2  # heads for each of attention
+EXPANSION = 2  # heads of Mamba-2 per head of attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Mamba2Facts(Mixer):
         shape = (EXPANSION * model.num_heads, widths.key, widths.value)
         return (
             LanePart(name="state", kind="state", shape=shape, in_float32=True),
-            # What the short convolution still reads.
+            # Inputs of the last tokens, which the short convolution still reads.
             LanePart(name="tail", kind="state", shape=(TAPS - 1, widths.values + 2 * widths.keys)),
         )
 
@@ -75,8 +75,8 @@ class Mamba2Facts(Mixer):
         decay = 2.0 * number * size**2 * n  # sums of logarithms, a product with a mask
         states = 2.0 * number * size * widths.key * v  # written, or read
         rule = decay + 2.0 * number * size**2 * (w + v) + 2 * states
-        # A mask has no gradient. The state that a backward pass's first segment reads has none, and
-        # nothing of the loss reads what the only chunk of its last segment writes.
+        # A mask has no gradient, nor has the state that a backward pass's first segment reads. The
+        # loss does not depend on the state that its last segment writes if that has one chunk.
         unread = states / number + (2 * states if number == 1 else 0)
         saved = decay + unread / segment.gradient_segments
         projections = 2.0 * model.d_model * (3 * v + 2 * w + n) * segment.tokens
@@ -84,9 +84,9 @@ class Mamba2Facts(Mixer):
 
     def kept(self, model: ModelConfig, tokens: int) -> Kept:
         """Count, outside the rule, the convolution's input, its taps where documents hide some, and
-        its result; what the heads read, the gate before and after its activation, the product, its
-        norm. Once: the joined weights. In the rule: B, C and values as they are, weighted by
-        decays, and between the tokens of a chunk; the state before each chunk.
+        its result; what the heads read, the gate before and after its activation, their product and
+        its norm. Shared are the joined weights. In the rule: B, C and values as they are, weighted
+        by decays, and between the tokens of a chunk; the state before each chunk.
         """
         n, widths = EXPANSION * model.num_heads, widths_of_states(model)
         taps, pairs = (TAPS, 1) if model.isolate_documents else (1, 0)
@@ -101,7 +101,7 @@ class Mamba2Facts(Mixer):
 
 
 def widths_of_states(model: ModelConfig) -> Widths:
-    """Return the widths of B and C (keys) and of values; its heads are the groups."""
+    """Return the widths of B and C (as keys) and of values; `heads` is the number of groups."""
     settings: Mamba2Settings = model.mixer_settings("mamba2")
     value, groups = model.head_width, settings.groups
     key = settings.state_width or 2 * value

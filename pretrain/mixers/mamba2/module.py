@@ -40,8 +40,8 @@ class Mamba2(nn.Module):
         width, std = config.d_model, config.matrix_init_std
         heads, values, keys = EXPANSION * config.num_heads, widths.values, widths.keys
         self.value_weight = normal(values, width, std=std)
-        self.key_weight = normal(keys, width, std=std)  # of B
-        self.query_weight = normal(keys, width, std=std)  # of C
+        self.key_weight = normal(keys, width, std=std)  # makes B
+        self.query_weight = normal(keys, width, std=std)  # makes C
         self.step_weight = normal(heads, width, std=std)  # W_d
         self.gate_weight = normal(values, width, std=std)  # W_z
         self.output_weight = normal(width, values, std=std)
@@ -67,7 +67,7 @@ class Mamba2(nn.Module):
         The tail is what the convolution still reads of the last three tokens. With
         `documents_BL` (0: of the token before the segment) no token reads an earlier document.
         """
-        # One product: rounding of one with so few columns as the steps would depend on the lanes.
+        # One product for all: in one of few columns, as for steps, rounding depends on the lanes.
         weights = (self.value_weight, self.key_weight, self.query_weight, self.step_weight)
         projected_BLX, widths = linear(segment_BLD, torch.cat(weights)), self._widths
         new_BLY, step_BLN = projected_BLX.split(
@@ -112,8 +112,8 @@ def state_space(
 
         Y = (L * C B^T) X + l * C S        S <- l_last S + (L_last * B)^T X
 
-    What tokens of one chunk tell each other, and each chunk's part of the state, are products for
-    all chunks together; the states before them follow one from the other.
+    What tokens of one chunk read from each other, and what each chunk adds to the state, are
+    products for all chunks together; only the states before chunks are computed one by one.
     """
     num_tokens = value_BLNX.shape[1]
     num_chunks, _ = chunks_of(num_tokens, CHUNK)
