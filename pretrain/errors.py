@@ -18,7 +18,7 @@ class OtherVersionError(CheckpointError):
 
 
 class UndoneError(CheckpointError):
-    """A checkpoint is undone: the run went back to an earlier step and makes it again."""
+    """A checkpoint is undone: the run went back to an earlier step."""
 
 
 class PrunedError(CheckpointError):

@@ -21,7 +21,7 @@ from foundation.errors import ConfigError, shown
 
 ENTRY_POINTS = "xl_pretrain.mixers"
 FOLDER = Path(__file__).parents[1] / "mixers"
-EXACT_BYTES = 4  # of an element of a state, or of what is computed with it: float32
+EXACT_BYTES = 4  # of an element of a state and its products, float32
 # rows: one per remembered token, or per group of tokens; none at first.
 # documents: the number of each row's document; 0: the lane's current one, -1: the previous, ...
 # state: of fixed size, zeros at first; it belongs to the document of the lane's last token.
@@ -57,7 +57,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     role: Role = "matrix"
     stacked: int = 1  # matrices of equal shape, one above the other
-    part: str = ""  # where descriptions count it; empty: under the mixer's kind
+    part: str = ""  # where it is counted; empty: under the mixer's kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class SegmentSize:
 
     lanes: int
     tokens: int  # per segment, memory tokens included
-    memory: int = 0  # remembered rows of each lane, compressed ones included
-    gradient_segments: int = 1  # segments that one backward pass goes through
+    memory: int = 0  # rows of each lane, compressed ones included
+    gradient_segments: int = 1  # segments of one backward pass
 
 
 class MixerFlops(NamedTuple):

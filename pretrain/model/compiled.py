@@ -8,7 +8,7 @@ import torch
 
 from foundation.errors import ConfigError
 
-MOST_COMPILED = 64  # shapes of a layer's rows; to compile each takes about a minute
+MOST_COMPILED = 64  # shapes of a layer's rows; each takes about a minute
 _compiled = functools.cache(functools.partial(torch.compile, fullgraph=True, dynamic=False))
 
 
