@@ -20,7 +20,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 TOPICS_FILE = "pydoc_data/topics.py"  # its entries become documents of their own
 MIN_CHARACTERS = 200  # of a document
 MAX_CHARACTERS = 40_000  # of a document: in so small a corpus each lane should read several
-MIN_BYTES = 2_000_000  # of all text: the demo's model would memorize less
+MIN_BYTES = 2_000_000  # of all text: the demo's model would memorize a smaller one
 
 Named = tuple[str, str]  # a document's name and text
 

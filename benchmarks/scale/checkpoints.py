@@ -30,7 +30,7 @@ from tests.helpers.checkpoints import index_of, publish_step
 
 SIZES = (16, 64, 256)
 ELEMENTS = 100  # of a rank's file
-MOST_FILES = RANKS[-1] + 2  # with index and marker
+MOST_FILES = RANKS[-1] + 2  # one for each rank, index and marker
 # Tensors of a model of 70B parameters, and what a checkpoint with Adam has of each.
 PARAMETERS, STATE = 961, ("exp_avg", "exp_avg_sq", "weight")
 SECONDS = 2.0  # the most from the last byte to the published checkpoint

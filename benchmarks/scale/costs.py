@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.measure import markdown_table
 from benchmarks.scale.growth import growth_of
 
-RANKS = (64, 512, 4096)  # of nodes of eight
+RANKS = (64, 512, 4096)  # numbers of ranks, on nodes of eight
 RANKS_OF_NODE = 8
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 STEPS, STEP_SECONDS = 30, 0.05
 REPLICATED = 1000  # tensors of weights, as 70B parameters have
-FIRST_STEPS = 3  # in which ranks connect to each other
+FIRST_STEPS = 3  # steps that are not timed, because ranks connect to each other
 
 
 def rank_program(results: Path) -> int:

@@ -15,7 +15,7 @@ from pretrain.rundir.heartbeat import HeartbeatRecord, node_file
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.metrics import train_line
 
-STEPS = (8_000, 64_000, 500_000)  # of a run, at RANKS
+STEPS = (8_000, 64_000, 500_000)  # steps that a run has made, one number for each of RANKS
 STATUS_SECONDS = 2.0
 FIFTY_RUNS_SECONDS = 1.0
 ROUNDS = 5

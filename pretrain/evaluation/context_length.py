@@ -22,8 +22,8 @@ from pretrain.model.adopted import LanguageModel
 from pretrain.model.cached import new_stream
 from pretrain.model.memory import document_starts
 
-THRESHOLD = 0.01  # of perplexity
-READ_TOKENS = 8192  # of the split at a time
+THRESHOLD = 0.01  # relative decrease of perplexity that still counts as help
+READ_TOKENS = 8192  # tokens of the split in one batch
 LANES = 64  # positions computed together
 # Takes a context length; returns the NLL [P] of each position after so many tokens, in float64.
 Losses = Callable[[int], Tensor]

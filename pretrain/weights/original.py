@@ -20,7 +20,7 @@ from pretrain.model.embedding_and_softmax import bin_ranges
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 
-HUGGING_FACE_PREFIX = "transformer."  # of all names except the softmax's
+HUGGING_FACE_PREFIX = "transformer."  # begins all names except the softmax's
 FAMILY = "word_emb."  # the original has names that begin with it; other families have none
 WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and torch.compile
 CHECKED_TOKENS = 16  # of each of two segments
