@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.config import CorpusConfig, TokenizerConfig
@@ -56,6 +57,14 @@ def test_a_family_that_is_wrong_fails_the_check_that_says_why(kind, tmp_path):
     settings, failing = WRONG[kind]
     adopted = adopted_model(save_random(tmp_path / "hf", kind, settings))
     assert failing in [check.name for check in check_adopted(adopted) if not check.passed]
+
+
+def test_the_command_passes_and_fails_as_the_checks_do(tmp_path, capsys):
+    right = save_random(tmp_path / "right", "bamba", RIGHT["bamba"])
+    wrong = save_random(tmp_path / "wrong", "mamba", WRONG["mamba"][0])
+    assert main(["check-mixer", "--model", str(right)]) == 0
+    assert main(["check-mixer", "--model", str(wrong)]) == 1
+    assert "FAILED  segments" in capsys.readouterr().out
 
 
 def test_gradients_need_a_cache_that_assigns(tmp_path):
@@ -116,14 +125,28 @@ def adopted_run(request, tmp_path_factory) -> Path:
 
 def train(folder: Path, name: str, *settings: str) -> RunDir:
     command = ["train", str(folder / "mine.yaml"), f"name={name}", "--run-dir", str(folder / name)]
-    assert main([*command, *settings]) == 0
+    assert main([*command, "engine.kind=torch", "engine.zero_stage=0", *settings]) == 0
     return RunDir(folder / name)
 
 
-def test_an_adopted_model_starts_at_its_own_loss_trains_and_comes_back(adopted_run, tmp_path):
-    run = train(adopted_run, "whole", "engine.kind=torch", "engine.zero_stage=0")
+def test_at_a_rate_of_0_the_weights_come_back_bit_for_bit(adopted_run, tmp_path):
+    run = train(adopted_run, "still", "optim.learning_rate=0", "optim.steps=2")
+    back = tmp_path / "back"
+    assert main(["export", str(run.path), "--format", "huggingface", "--output", str(back)]) == 0
+    before, after = (load_file(each / "model.safetensors") for each in (adopted_run / "hf", back))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_adopted_model_trains_is_evaluated_and_comes_back(adopted_run, tmp_path, capsys):
+    run = train(adopted_run, "whole")
     losses = [line["loss"] for line in run.read_metrics() if line["kind"] == "train"]
     assert losses[-1] < losses[0]
+    capsys.readouterr()
+    lengths = ["--memory-length", "0", "24", "--json"]
+    assert main(["evaluate", str(run.path), *lengths, "--max-tokens", "500"]) == 0
+    without, carried = json.loads(capsys.readouterr().out)["results"]
+    assert without["loss"] != carried["loss"]
     back = tmp_path / "back"
     assert main(["export", str(run.path), "--format", "huggingface", "--output", str(back)]) == 0
     trained: Any = load_trained(run.path, torch.device("cpu")).module
