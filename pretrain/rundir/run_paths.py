@@ -4,6 +4,7 @@ from pathlib import Path
 
 from foundation.errors import did_you_mean
 from foundation.files import YAML_SUFFIXES
+from pretrain.checkpoint.directory import STEP_NAME
 
 RUNS = Path("runs")
 EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export
@@ -25,6 +26,8 @@ def advice_on(path: Path) -> str:
     """Return what to do about a path that holds no run, for the end of an error message."""
     if path.suffix in YAML_SUFFIXES:
         return "name the run's directory, by default runs/NAME"
+    if step := STEP_NAME.fullmatch(path.name):
+        return f"name a run's checkpoint {path.parent.parent}@{int(step[1])}"
     if (path / EXPORTED_WEIGHTS).is_file():
         return "it is an export, which 'pretrain evaluate' and 'pretrain generate' take"
     if cells := runs_below(path):

@@ -92,3 +92,8 @@ def test_weights_to_start_from_are_of_a_run_that_is_named_as_in_runs(runs):
     assert _kept(Path("tiny@8").absolute()) == _kept(tiny.with_name("tiny@8")) == (tiny, 8)
     assert _kept(tiny) == (tiny, 32)
     assert _kept(Path("nowhere@8").absolute()) is None
+
+
+def test_a_checkpoints_directory_is_answered_with_its_name(runs):
+    with pytest.raises(UserError, match=r"name a run's checkpoint runs/tiny@8$"):
+        RunDir.open(Path("runs/tiny/checkpoints/step-00000008"))
