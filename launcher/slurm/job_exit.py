@@ -51,6 +51,7 @@ _REASONS = {
 }
 # Ends that count as attempts without progress, because no attempt of the start recorded an end.
 _COUNTED = (JobEndReason.SUPERVISOR_FAILED, JobEndReason.NO_STEPS)
+_NOT_REQUEUED = (JobEndReason.CANCELED, JobEndReason.FORGOTTEN)
 _EXCLUDING = (JobEndReason.NODE_EXCLUDED, JobEndReason.NOT_STARTED)  # next starts avoid the `node`
 _RUNNING = ("RUNNING", "SUSPENDED", "STOPPED", "CONFIGURING", "RESIZING", "SIGNALING")
 # How long to wait for srun to name the failed node. Slurm's notice of the failure comes first, and
@@ -284,8 +285,8 @@ class JobExit:
                 return EXIT_STOPPED
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         message = " ".join(f"{kind}{error}".split())
-        event = self._end(JobEnding(JobEndReason.SUPERVISOR_FAILED, requeue=True), message)
-        return EXIT_STOPPED if event.requeued or event.is_final else EXIT_USER_ERROR
+        self._end(JobEnding(JobEndReason.SUPERVISOR_FAILED, requeue=True), message)
+        return EXIT_USER_ERROR if self.has_given_up else EXIT_STOPPED
 
     def excludable(self, nodes: Sequence[str]) -> list[str]:
         """Return which of the nodes the job can exclude.
@@ -331,7 +332,7 @@ class JobExit:
         reasons = self._slurm.answered(self._slurm.node_states, self._job.nodes, "%E")
         return next((node for node in reasons if reasons[node].startswith("Prolog error")), None)
 
-    def _end(self, ending: JobEnding, message: str = "") -> JobEnded:
+    def _end(self, ending: JobEnding, message: str = "") -> None:
         self._is_written = True
         self._check_fence()
         # A user may have removed the directory. Slurm fails a job that cannot write its log there.
@@ -356,7 +357,8 @@ class JobExit:
             # Slurm kills this process when the node registers with the controller. If it exited
             # earlier, the node would take the job's next start for a duplicate and be drained.
             self._clock.sleep(_UNKNOWN_SECONDS)
-        return self._requeue(event) if event.requeued else event
+        if event.requeued:
+            self._requeue(event)
 
     def _recorded(self, event: JobEnded) -> JobEnded:
         """Write the end into the ledger, if storage works, and return it with its final fields."""
@@ -399,11 +401,11 @@ class JobExit:
         except (ConfigError, OSError, ValueError):
             return ""
 
-    def _requeue(self, event: JobEnded) -> JobEnded:
-        """Requeue the job and return its end.
+    def _requeue(self, event: JobEnded) -> None:
+        """Requeue the job, or record another end.
 
-        That is another end than recorded if Slurm refuses the requeue, or if a person has canceled
-        the job meanwhile, for example while Slurm did not respond.
+        That is so if Slurm refuses the requeue, or if meanwhile, for example while it did not
+        respond, a person has canceled the job or the controller has forgotten this start.
         """
         ends: list[Event] = [event]  # the ledger may lack it
         with contextlib.suppress(OSError):
@@ -411,19 +413,21 @@ class JobExit:
         exclude = list(dict.fromkeys(excluded_nodes(ends, self._job.id)))
 
         def requeue() -> bool:
-            if self._ending().reason is JobEndReason.CANCELED:
+            if self._ending().reason in _NOT_REQUEUED:
                 return False
             self._slurm.requeue(self._job.id, self._job.restart, exclude)
             return True
 
         try:
             if self._slurm.answered(requeue):
-                return event
-            other = replace(event, reason=JobEndReason.CANCELED, requeued=False)
+                return
         except UserError as error:
             _log.error("%s", error)
-            other = replace(event, requeued=False, is_final=True)
-        return self._recorded(other)
+        ending = self._ending()  # Slurm refuses, too, because of what has happened meanwhile
+        if ending.reason in _NOT_REQUEUED:
+            self._end(ending)
+        else:
+            self._recorded(replace(event, requeued=False, is_final=True))
 
 
 def _end_of_logs(logs: Path, job_log: Path) -> str:

@@ -90,6 +90,11 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("take_storage_away", {"after": 70.0, "seconds": 900.0}),
         ("change_mood", {"after": 400.0, "mood": "lost", "seconds": 900.0}),
     ],
+    "a start that was forgotten while it asked for its requeue ended the job": [
+        ("change_mood", {"after": 0.0, "mood": "slow", "seconds": 900.0}),
+        ("preempt", {"after": 0.0, "grace": 60.0}),
+        ("forget_start", {"after": 25.0, "seconds": 900.0}),
+    ],
 }
 
 
