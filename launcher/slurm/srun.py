@@ -21,11 +21,12 @@ from foundation.files import LARGEST_LINE_BYTES, SMALL_FILE_BYTES, end_of, own_f
 from foundation.programs import code_that_runs, copied_arguments
 from launcher.error_lines import error_lines
 from launcher.slurm.sbatch import Snapshot, option_flags
+from pretrain.checkpoint.storage_retry import with_retries
 from pretrain.config.cluster import ClusterConfig
 from pretrain.distributed.slurm_variables import GPUS_VARIABLE, PORT_FILE_VARIABLE
 from pretrain.processes.local_ranks import describe_failure, set_parent_death_signal
 from pretrain.rundir.attempt_files import SRUN_LOG, AttemptFiles
-from pretrain.rundir.exit_statuses import EXIT_STOPPED, EXPLAINED, NEVER_STARTED
+from pretrain.rundir.exit_statuses import EXIT_SITE_FAILED, EXIT_STOPPED, EXPLAINED, NEVER_STARTED
 from pretrain.rundir.lock import VARIABLE
 from pretrain.rundir.run_dir import RunDir
 
@@ -152,7 +153,7 @@ class SlurmRanks:
     """The ranks of one attempt, already started. They may write while `token` claims the run."""
 
     def __init__(self, step: Step, run_dir: RunDir, attempt: int, token: str) -> None:
-        self._step = step
+        self._step, self._run_dir = step, run_dir
         self.first_failure: int | None = None
         self.was_stopped = False
         self._was_ended_here = False  # whether this supervisor ended srun
@@ -207,6 +208,8 @@ class SlurmRanks:
                 except subprocess.TimeoutExpired:
                     self._srun.kill()
             time.sleep(_POLL_SECONDS)
+        # While storage is away, all files of the attempt seem to be missing.
+        with_retries(self._run_dir.retry, self._run_dir.ledger.check_present)
         ends.read_listed()
         ends.read_rest()
         log = self._srun_output()
@@ -287,12 +290,18 @@ class RankEnds:
 
     def statuses(self) -> list[int]:
         """Return exit statuses in rank order. A rank without status file and log never started,
-        unless srun's log is missing too: then somebody removed the logs."""
+        unless srun's log is missing too: then somebody removed the logs.
+
+        A rank that fails writes its status into removed logs, too. Without any status and srun's
+        log nothing is known of the run: its files were lost, as if storage had failed.
+        """
         missing = self._missing
         has_log = [True] * len(missing)
         with contextlib.suppress(OSError):
             if (self._logs[0].parent / SRUN_LOG).exists():
                 has_log = read_together(Path.exists, [self._logs[rank] for rank in missing])
+            elif not self.by_rank:
+                return [EXIT_SITE_FAILED] * len(missing)
         statuses = {rank: end.status for rank, end in self.by_rank.items()}
         for rank, started in zip(missing, has_log, strict=True):
             statuses[rank] = _LOST if started else NEVER_STARTED

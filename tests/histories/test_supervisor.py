@@ -95,6 +95,14 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("preempt", {"after": 0.0, "grace": 60.0}),
         ("forget_start", {"after": 25.0, "seconds": 900.0}),
     ],
+    "ranks whose srun somebody ended were crashes once their logs were removed": [
+        ("end_srun", {"after": 25.0}),
+        ("remove_logs", {"after": 25.0}),
+        ("end_srun", {"after": 70.0}),
+        ("end_srun", {"after": 2.0}),
+        ("remove_logs", {"after": 2.0}),
+        ("remove_logs", {"after": 70.0}),
+    ],
 }
 
 

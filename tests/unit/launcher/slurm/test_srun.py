@@ -38,7 +38,7 @@ from pretrain.rundir.events import (
     ReplacedBecause,
     SupervisorKilled,
 )
-from pretrain.rundir.exit_statuses import EXIT_STOPPED, NEVER_STARTED
+from pretrain.rundir.exit_statuses import EXIT_SITE_FAILED, EXIT_STOPPED, NEVER_STARTED
 from pretrain.rundir.lock import StaleAttempt
 from tests.helpers.jobs import THIS_JOB, fake_commands, until
 
@@ -180,6 +180,7 @@ def test_a_rank_without_status_was_killed_and_one_without_log_never_started(tmp_
     ends.read_listed()
     ends.read_rest()
     assert ends.statuses() == [EXIT_STOPPED, -9, -9]
+    assert RankEnds(logs).statuses() == [EXIT_SITE_FAILED] * 3
 
 
 def test_new_status_files_are_found_while_the_other_ranks_run(tmp_path: Path, monkeypatch):
