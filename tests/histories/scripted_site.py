@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -117,6 +117,7 @@ class Process:
     nodes: tuple[str, ...]
     until: float  # when it has ended, whatever happens
     is_killed: bool = False
+    is_restarted: bool = False  # the supervisor alone was killed
     signals: list[int] = field(default_factory=list)  # that wait until it runs
 
 
@@ -284,6 +285,7 @@ class Site:
         self.blind: dict[str, tuple[float, int]] = {}  # until when, and how far probes come
         self.down: dict[str, float] = {}  # nodes that Slurm does not use until then
         self.moods: list[tuple[float, str]] = []  # of the controller, until when
+        self.person_at: int | None = None  # how many processes there were when a person typed
         self.seconds_to_stop = 3.0
         self.counted = 0  # attempts in a row that are evidence against the run
         self.after_start: Callable[[QueuedJob, Process, int | None], None] = lambda *_: None
@@ -358,16 +360,30 @@ class Site:
     def _settle(self) -> None:
         if not self.processes:
             return
-        mine = self.processes[-1]
-        if self.time > mine.until:  # Slurm has ended it long ago
-            self.overruns, mine.is_killed = True, True
-        if mine.is_killed:
-            raise Killed
-        while mine.signals:
-            signal.raise_signal(mine.signals.pop(0))
+        if len(self.processes) != self.person_at:  # else they come when the command has ended
+            self._hit(self.processes[-1])
         if len(self.processes) < 2 and (job := self._startable()):
             self.start(job)
             self._settle()
+
+    def _hit(self, mine: Process) -> None:
+        """Deliver signals to the supervisor that runs; Killed if it was killed."""
+        if self.time > mine.until:  # Slurm has ended it long ago
+            self.overruns, mine.is_killed = True, True
+        if mine.is_killed or mine.is_restarted:
+            mine.is_restarted = False
+            raise Killed
+        while mine.signals:
+            signal.raise_signal(mine.signals.pop(0))
+
+    @contextlib.contextmanager
+    def person(self) -> Iterator[None]:
+        """Whatever time a person's command takes, what ends a supervisor does not end it."""
+        before, self.person_at = self.person_at, len(self.processes)
+        try:
+            yield
+        finally:
+            self.person_at = before
 
     def run_until(self, end: float) -> None:
         """Start what can start, one after the other, until that time; starts are not cut."""
@@ -503,8 +519,8 @@ class Site:
 
     def kill_supervisor(self, job: QueuedJob) -> None:
         """Kill it alone: it starts again."""
-        if self.processes and self.processes[-1].job is job:
-            raise Killed
+        for process in self.processes:
+            process.is_restarted |= process.job is job
 
     # ------------------------------------------------------------------------------------ ranks
 

@@ -271,7 +271,8 @@ class SupervisorHistory(HistoryMachine):
     def _status(self) -> RunState | None:
         """What `launcher status` says; None if it cannot."""
         try:
-            return read_states([self.site.run_dir.path])[0]
+            with self.site.person():
+                return read_states([self.site.run_dir.path])[0]
         except UserError as error:
             if self.site.run_dir.path.exists():
                 self._note("no status", error)
@@ -281,12 +282,15 @@ class SupervisorHistory(HistoryMachine):
 
     def _look(self) -> RunState | None:
         is_sure = self.site.mood in ("", "banner", "slow")
-        before = [job for job in self.site.jobs if job.is_live]  # time passes while it asks
+        # Time passes while it asks. A job whose submission is not over has no entry yet.
+        events = self.site.run_dir.ledger.read() if self.site.run_dir.path.exists() else []
+        known = {event.job for event in events if isinstance(event, (Submitted, JobStarted))}
+        before = [job for job in self.site.jobs if job.is_live and str(job.number) in known]
         state = self._status()
         live = [job for job in before if job.is_live and job is self.site.jobs[-1]]
         if state and live and is_sure and self.site.mood in ("", "banner", "slow"):
-            known = (*_ALIVE, State.DONE) if self.site.saved_step == STEPS else _ALIVE
-            if state.state not in known:
+            alive = (*_ALIVE, State.DONE) if self.site.saved_step == STEPS else _ALIVE
+            if state.state not in alive:
                 self._note("status calls a live job over", state.description)
         return state
 
@@ -294,7 +298,11 @@ class SupervisorHistory(HistoryMachine):
         live = [job for job in self.site.jobs if job.is_live]
         before, self.may_end = self.may_end, set()
         try:
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            with (
+                open(os.devnull, "w") as nowhere,
+                contextlib.redirect_stdout(nowhere),
+                self.site.person(),
+            ):
                 resume(self.site.run_dir.path)
         except (UserError, OSError):
             self.may_end |= before

@@ -103,6 +103,19 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("remove_logs", {"after": 2.0}),
         ("remove_logs", {"after": 70.0}),
     ],
+    "a person's command was to die with the supervisor that was killed meanwhile": [
+        ("cancel", {"after": 140.0}),
+        ("resume", {"after": 140.0}),
+        ("kill_supervisor", {"after": 140.0}),
+    ],
+    "status was to know of a job whose submission was not over": [
+        ("forget_start", {"after": 0.0, "seconds": 900.0}),
+        ("wait", {"minutes": 10}),
+        ("look", {"after": 140.0}),
+        ("cancel", {"after": 25.0}),
+        ("change_mood", {"after": 25.0, "mood": "slow", "seconds": 200.0}),
+        ("resume", {"after": 70.0}),
+    ],
 }
 
 
