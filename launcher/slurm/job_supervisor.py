@@ -113,10 +113,10 @@ class JobSupervisor:
             run_dir = RunDir(self._path, retry)
             if ended := end_of_start(run_dir.ledger.read(), self._job.id, self._job.restart):
                 return self._exit.end_as_recorded(ended)
-            if is_complete(run_dir, config):  # a user has requeued a job that had finished
+            if is_complete(run_dir, config):  # its job was requeued, or its supervisor killed
                 _log.info("%s is done: there is nothing to do", run_dir.path)
-                return 0
-            if self._exit.is_allocated():
+                status = 0
+            elif self._exit.is_allocated():
                 self._await_former_ranks(run_dir)
                 begin(self._job, run_dir, self._site.slurm, self._exit.began)
                 use_up_old_numbers(run_dir.ledger.read(), self._job, self._exit.poll)

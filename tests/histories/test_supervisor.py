@@ -116,6 +116,14 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("change_mood", {"after": 25.0, "mood": "slow", "seconds": 200.0}),
         ("resume", {"after": 70.0}),
     ],
+    "a run that was done when its killed supervisor started again got no end": [
+        ("change_mood", {"after": 400.0, "mood": "late", "seconds": 3.0}),
+        ("remove_logs", {"after": 140.0}),
+        ("kill_supervisor", {"after": 400.0}),
+        ("lose_node", {"after": 0.0, "node": 0, "seconds": 900.0}),
+        ("kill_supervisor", {"after": 1000.0}),
+        ("change_mood", {"after": 400.0, "mood": "down", "seconds": 900.0}),
+    ],
 }
 
 
