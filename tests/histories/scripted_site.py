@@ -101,6 +101,7 @@ class QueuedJob:
     end: str = ""  # accounting's state, once the end has come
     ended: float = 0.0
     is_canceled: bool = False  # by a person
+    is_warned: bool = True  # its limit leaves the time that was asked for before it
 
     @property
     def is_live(self) -> bool:
@@ -276,6 +277,7 @@ class Site:
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self.run_dir = RunDir(folder / "run")
+        self.away = RunDir(folder / "away")  # the same while its storage is away
         self.time = 0.0
         self.saved_step = 0  # of the latest checkpoint
         self.jobs: list[QueuedJob] = []
@@ -295,6 +297,7 @@ class Site:
         self.revived: list[int] = []  # jobs that start although somebody has canceled them
         self.storage_back = -1e9  # when it was
         self.unanswered = -1e9  # when the controller last gave no answer
+        self.slow_answer = -1e9  # when it last gave one
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         clock = SimpleNamespace(
@@ -463,7 +466,7 @@ class Site:
 
     def arm(self, job: QueuedJob) -> None:
         left = job.began + job.limit - self.time
-        start, limit = job.starts, job.limit
+        start, limit, job.is_warned = job.starts, job.limit, left >= WARNING
 
         def is_current() -> bool:
             return (job.starts, job.state, job.limit) == (start, "RUNNING", limit)
@@ -560,6 +563,7 @@ class Site:
         if mood == "late":
             self.pass_by(timeout)
             raise subprocess.TimeoutExpired(list(command), timeout)
+        self.slow_answer = self.time if mood == "slow" else self.slow_answer
         self.pass_by(10.0 if mood == "slow" else 0.05)
         if mood == "down":
             status, out, err = 1, b"", NO_ANSWER
@@ -688,7 +692,7 @@ class Site:
     # ---------------------------------------------------------------------------------- storage
 
     def take_storage_away(self, seconds: float) -> None:
-        away = self.run_dir.path.with_name("away")
+        away = self.away.path
         if self.run_dir.path.exists() and not away.exists():
             self.run_dir.path.rename(away)
 

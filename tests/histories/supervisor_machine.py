@@ -155,7 +155,7 @@ class SupervisorHistory(HistoryMachine):
             self._forbidden(job)
             self.site.end(job, "NODE_FAIL", "NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS")
             if node == 0:  # the supervisor's
-                self.site.counted += 1
+                self.site.counted += self.site.run_dir.path.exists()  # else `_after_start` does
                 self.site.kill(job, start)
 
         self._later(after, act)
@@ -324,26 +324,28 @@ class SupervisorHistory(HistoryMachine):
         """Compare how a supervisor ended with the ledger and the job."""
         if status == KILLED_TOO_OFTEN:
             self.may_end.add("killed")
-        if not self.site.run_dir.path.exists():
-            return
-        ledger = self.site.run_dir.ledger.read()
+        is_away = not self.site.run_dir.path.exists()
+        ledger = (self.site.away if is_away else self.site.run_dir).ledger.read()
         new, self.num_read = ledger[self.num_read :], len(ledger)
         ends = [e for e in find_events(new, JobEnded) if e.job == str(job.number)]
         for end in ends:
             is_storage = "storage_patience_seconds" in end.message
             if end.reason is JobEndReason.SUPERVISOR_FAILED and not is_storage:
                 self._note("the supervisor failed", end.message)
+        was_away = is_away or self.site.time - self.site.storage_back < 60.0  # Slurm does not wait
+        has_end = any(end.restart == process.restart for end in ends)
+        # The next start cannot tell an end that storage did not take from a lost first node.
+        self.site.counted += was_away and not has_end
         is_asking = self.site.time - self.site.unanswered < WARNING + KILL_WAIT
+        # Without the warning there is KillWait, in which few questions are answered slowly.
+        is_asking |= not job.is_warned and self.site.time - self.site.slow_answer < KILL_WAIT
         if status is None and job.end == "TIMEOUT" and is_asking:  # Slurm let it requeue nothing
             self.may_end.add("requeue")
-        if status is None or status == KILLED_TOO_OFTEN:
+        if is_away or status is None or status == KILLED_TOO_OFTEN:
             return
         if process.start < job.starts:  # it was forgotten, and the next start has the run
             return
-        was_away = self.site.time - self.site.storage_back < 60.0  # for which Slurm does not wait
-        # A job that was requeued while its run finished after all has nothing to begin.
-        is_over = status == 0 and self.site.saved_step == STEPS and not find_events(new, JobStarted)
-        if not was_away and not is_over and not any(e.restart == process.restart for e in ends):
+        if not was_away and not has_end:
             self._note("no end is recorded", f"exit {status}")
         has_given_up = bool(ends) and ends[-1].reason in _GAVE_UP
         has_given_up &= not any(end.requeued or end.is_final for end in ends[-1:])

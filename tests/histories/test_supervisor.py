@@ -124,6 +124,26 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("kill_supervisor", {"after": 1000.0}),
         ("change_mood", {"after": 400.0, "mood": "down", "seconds": 900.0}),
     ],
+    "an end that storage did not take was to differ from a lost first node": [
+        ("kill_supervisor", {"after": 70.0}),
+        ("kill_supervisor", {"after": 2.0}),
+        ("requeue", {"after": 1000.0, "held": True}),
+        ("take_storage_away", {"after": 25.0, "seconds": 900.0}),
+        ("take_storage_away", {"after": 1000.0, "seconds": 200.0}),
+    ],
+    "four answers of 10 s were to fit into KillWait after a limit without warning": [
+        ("change_limit", {"after": 1000.0, "minutes": 1}),
+        ("plan_attempts", {"kinds": ["unlaunched", "hang", "hang", "storage"]}),
+        ("send_signal", {"after": 25.0, "number": 15, "to_ranks": False}),
+        ("change_mood", {"after": 140.0, "mood": "slow", "seconds": 900.0}),
+        ("resume", {"after": 400.0}),
+    ],
+    "a controller that did not answer was to requeue a job whose storage was away": [
+        ("take_storage_away", {"after": 140.0, "seconds": 40.0}),
+        ("change_limit", {"after": 140.0, "minutes": 1}),
+        ("change_mood", {"after": 70.0, "mood": "lost", "seconds": 900.0}),
+        ("take_storage_away", {"after": 25.0, "seconds": 40.0}),
+    ],
 }
 
 
