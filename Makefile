@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv venv-hybrids lock site demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states power-real golden mutants coverage chaos bench gpu gpu-bundle test-gpu
+.PHONY: help venv venv-hybrids lock site state-passing demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states power-real golden mutants coverage chaos bench gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -57,6 +57,9 @@ scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 sma
 
 compare-variants: $(STAMP)  ## members of the family at equal training FLOPs; QUICK=1 CORPUS=DIR MEMBERS=FILE JOBS=N CLUSTER=FILE
 	$(EXAMPLE)
+
+state-passing: $(STAMP) venv-hybrids  ## a hybrid of transformers before and after 500 steps with carried state; TEXT=FILE SEEDS="0 1" STEPS=3000
+	PYTHONPATH=$(abspath $(HYBRIDS)) $(EXAMPLE)
 
 check: $(DEV_STAMP)  ## format, lint, types, structure, size of the packages, static costs on a GPU
 	ruff format --check .
