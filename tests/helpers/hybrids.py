@@ -56,6 +56,12 @@ RIGHT: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8, "mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 1,
         "mamba_expand": 2, "chunk_size": 16, "num_mem_blocks": 1, "use_mem_rope": True,
     },
+    "kimi_linear": {
+        **SHAPE, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "mlp_layer_types": ["dense"] * 4,
+    },
     "bamba": {**SHAPE, **MAMBA, "attn_layer_indices": [1, 3]},
     "lfm2": {**SHAPE, "layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
 }  # fmt: skip

@@ -16,7 +16,7 @@ from data_pipeline.config import CorpusConfig, TokenizerConfig
 from foundation.errors import ConfigError
 from pretrain.cli import main
 from pretrain.config.model import ModelConfig
-from pretrain.model.adopted import AdoptedModel
+from pretrain.model.adopted import AdoptedModel, cache_argument
 from pretrain.model.memory import MemoryLayout
 from pretrain.model.transformers_modules import library
 from pretrain.rundir.run_dir import RunDir
@@ -74,8 +74,9 @@ def test_gradients_need_a_cache_that_assigns(tmp_path):
     adopted(tokens, tokens, num_segments=2)[0].mean().backward()
     with library() as transformers:
         cache = transformers.DynamicCache(config=adopted.inner.config)
-    adopted.inner(input_ids=tokens, cache=cache, use_cache=True)
-    logits = adopted.inner(input_ids=tokens, cache=cache, use_cache=True).logits
+    options = {cache_argument(adopted.inner): cache, "use_cache": True}
+    adopted.inner(input_ids=tokens, **options)
+    logits = adopted.inner(input_ids=tokens, **options).logits
     with pytest.raises(RuntimeError, match="inplace"):
         logits.sum().backward()
 

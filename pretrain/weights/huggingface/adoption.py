@@ -70,6 +70,8 @@ def adopted_model(directory: Path) -> AdoptedModel:
         fill_parameters(inner, value_of)
     try:
         return adapted(_measured(tree, inner.eval(), roles), inner, roles)
+    except ConfigError:
+        raise
     except (ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         reason = shown(" ".join(str(error).split()))
         raise ConfigError(
