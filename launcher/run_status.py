@@ -32,6 +32,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.history import (
     began_in,
+    find_events,
     interruptions,
     is_finished,
     is_stopped,
@@ -216,14 +217,22 @@ def _waiting_or_canceled(evidence: Evidence, last: Event | None) -> Status | Non
     order = last_event(evidence.ledger, Canceled)
     job = order.job if order is not None else ""
     own = [event for event in evidence.ledger if not began_in(event, job)]
+    submission = last_event(evidence.ledger, Submitted)
     began, submitted, canceled = (
         0.0 if event is None else event.time
-        for event in (last_event(own, TrainingBegan), last_event(evidence.ledger, Submitted), order)
+        for event in (last_event(own, TrainingBegan), submission, order)
     )
+    # A job with nothing left to do may end before `launcher resume` has recorded its submission.
+    finished = {
+        end.job
+        for end in find_events(evidence.ledger, JobEnded)
+        if end.reason is JobEndReason.FINISHED
+    }
+    is_waiting = submission is not None and submission.job not in finished
     is_canceled = Status(State.CANCELED, f"after step {evidence.latest_step:,}")
     if canceled > max(began, submitted):
         return is_canceled
-    if submitted > (0.0 if last is None else last.time):
+    if is_waiting and submitted > (0.0 if last is None else last.time):
         return Status(State.QUEUED, "submitted, not started since")
     if not isinstance(last, JobEnded):
         return None

@@ -144,6 +144,10 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("change_mood", {"after": 70.0, "mood": "lost", "seconds": 900.0}),
         ("take_storage_away", {"after": 25.0, "seconds": 40.0}),
     ],
+    "a job that found its run done made status call the run failed": [
+        ("forget_start", {"after": 0.0, "seconds": 3.0}),
+        ("resume", {"after": 25.0}),
+    ],
 }
 
 
