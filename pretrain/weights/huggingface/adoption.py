@@ -1,8 +1,8 @@
 """Measures the facts of a transformers model on the model itself, and checks its state.
 
-The checks are like those of a kind of layer (`pretrain.mixers.check`), but in float32. They compare
-the logits of a text that the adapter reads in segments with those of transformers, which reads the
-text at once, without a cache.
+As `pretrain.mixers.check` does with a kind of layer, in float32: the logits of a text that the
+adapter reads in segments are compared with what transformers makes of the whole text at once,
+without a cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pretrain.weights.adopted import PREFIX, open_weights
 
 EXACT = 1e-4  # largest relative difference; of logits, relative to what the memory changes
 LANES, LENGTH, HALF = 2, 96, 48  # lanes and tokens of the checks' text, and half of these
-SHORT = 64  # FLOPs and bytes are counted for so many tokens, and for twice as many
+SHORT = 64  # tokens for which FLOPs and bytes are counted; then for twice that number
 SEVERAL = (17, 1, 30, 1, 1, 46)  # lengths of segments, LENGTH in sum
 
 
