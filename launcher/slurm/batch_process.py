@@ -24,7 +24,7 @@ class BatchProcess:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
         self._child: subprocess.Popen[bytes] | None = None
-        self._missed: list[int] = []  # signals that came while no child ran
+        self._received: list[int] = []  # a child that starts again gets them, too
         for number in _PASSED_ON:
             signal.signal(number, self._pass_on)
 
@@ -51,18 +51,17 @@ class BatchProcess:
         # (StopSignals). Unblocked, one that came while it imports its modules would kill it.
         signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         self._child = subprocess.Popen(self._command)
-        missed, self._missed = self._missed, []
+        received = list(self._received)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
-        for number in missed:
+        for number in received:
             self._child.send_signal(number)
         status = self._child.wait()
         self._child = None
         return status
 
     def _pass_on(self, number: int, frame: object) -> None:
-        if self._child is None:
-            self._missed.append(number)
-        else:
+        self._received.append(number)
+        if self._child is not None:
             self._child.send_signal(number)
 
 

@@ -120,6 +120,7 @@ class Process:
     is_killed: bool = False
     is_restarted: bool = False  # the supervisor alone was killed
     signals: list[int] = field(default_factory=list)  # that wait until it runs
+    received: list[int] = field(default_factory=list)
 
 
 class Srun:
@@ -377,7 +378,8 @@ class Site:
             mine.is_restarted = False
             raise Killed
         while mine.signals:
-            signal.raise_signal(mine.signals.pop(0))
+            mine.received.append(mine.signals.pop(0))
+            signal.raise_signal(mine.received[-1])
 
     @contextlib.contextmanager
     def person(self) -> Iterator[None]:
@@ -457,6 +459,7 @@ class Site:
             except Killed:
                 if mine.is_killed:
                     return None
+                mine.signals[:0], mine.received = mine.received, []
                 self.counted += 1
                 num_short = num_short + 1 if self.time - began < 60.0 else 0
                 for ranks in self.ranks:  # their srun notices

@@ -148,6 +148,14 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("forget_start", {"after": 0.0, "seconds": 3.0}),
         ("resume", {"after": 25.0}),
     ],
+    "a supervisor that started again did not know that Slurm was ending its job": [
+        ("plan_attempts", {"kinds": ["late crash", "late crash", "hang", "unstarted"]}),
+        ("break_node", {"after": 400.0, "how_far": 1, "node": 0, "seconds": 200.0}),
+        ("forget_start", {"after": 0.0, "seconds": 200.0}),
+        ("take_storage_away", {"after": 1000.0, "seconds": 900.0}),
+        ("change_limit", {"after": 1000.0, "minutes": 1}),
+        ("kill_supervisor", {"after": 1000.0}),
+    ],
 }
 
 
