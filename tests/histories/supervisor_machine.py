@@ -343,7 +343,10 @@ class SupervisorHistory(HistoryMachine):
             self.may_end.add("requeue")
         if is_away or status is None or status == KILLED_TOO_OFTEN:
             return
-        if process.start < job.starts:  # it was forgotten, and the next start has the run
+        is_superseded = any(one.starts and one.number > job.number for one in self.site.jobs)
+        if (
+            process.start < job.starts or is_superseded
+        ):  # it was forgotten, another start has the run
             return
         if not was_away and not has_end:
             self._note("no end is recorded", f"exit {status}")

@@ -156,6 +156,13 @@ FAILED_ONCE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("change_limit", {"after": 1000.0, "minutes": 1}),
         ("kill_supervisor", {"after": 1000.0}),
     ],
+    "a forgotten start was to record its end in the run of the next job": [
+        ("forget_start", {"after": 2.0, "seconds": 3.0}),
+        ("preempt", {"after": 25.0, "grace": 60.0}),
+        ("end_srun", {"after": 2.0}),
+        ("resume", {"after": 2.0}),
+        ("cancel", {"after": 2.0}),
+    ],
 }
 
 
