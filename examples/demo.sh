@@ -13,7 +13,7 @@ test -f $DEMO/data/build.json || data-pipeline build configs/data/jsonl.yaml \
 # and checkpoints must be the same, bit for bit.
 rm -rf $DEMO/uninterrupted $DEMO/killed
 pretrain verify-resume configs/experiments/demo.yaml --ranks 2 --steps 480 --kill-at 300 \
-    --work-dir $DEMO data.path=$DEMO/data evaluation.max_tokens=16000
+    --work-dir $DEMO data.path=$DEMO/data evaluation.max_tokens=100000
 
 # What memory is worth, a sample, and the page of the run.
 pretrain evaluate $DEMO/killed --memory-length 0 64 128 256 --max-tokens 100k

@@ -51,7 +51,7 @@ def train_here(
             if from_step is not None:
                 run_dir.ask_to_resume_from(from_step)
             if forecast:
-                run_dir.sign_forecast(forecast)
+                run_dir.sign_forecast(forecast, with_vocabulary(config))
             start = starter(command, num_ranks, run_dir)
             return Supervisor(run_dir, start, policy, stop).run()
     finally:

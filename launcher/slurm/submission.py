@@ -19,6 +19,7 @@ from launcher.slurm.sbatch import (
 )
 from launcher.supervisor import is_done_already
 from pretrain.config.cluster import load_cluster
+from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import Submitted
 from pretrain.rundir.history import last_event
@@ -36,7 +37,7 @@ def submit(
         with run_dir.locked("submit"):
             refuse_live_job(slurm, run_dir)
             if forecast:
-                run_dir.sign_forecast(forecast)
+                run_dir.sign_forecast(forecast, with_vocabulary(config))
             with replaced_snapshot(run_dir) as snapshot:
                 snapshot.take_settings(config, job.cluster)
                 snapshot.take_code(script)

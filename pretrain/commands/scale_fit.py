@@ -38,7 +38,7 @@ from pretrain.scaling.fit import (
 )
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.intervals import amount, as_loss, shown
-from pretrain.scaling.recipe import Family, run_of_size
+from pretrain.scaling.recipe import Family, outside_step_law, run_of_size, step_law_rule
 from pretrain.scaling.report import fit_lines, fit_tree, ratio_line, write_fit_page
 from pretrain.scaling.table import Columns, Points, read_points
 from pretrain.sweeps.cell_runs import cells_directory, cells_of
@@ -126,7 +126,7 @@ def run_fit(arguments: argparse.Namespace) -> Answer:
         return _single_run(fit, arguments)
     if not is_refused and flops:
         refuse_wild(doubts(fit, flops, law or fit.approaches[0]), arguments.force)
-        lines += _nearest(base, law or fit.approaches[0], arguments) if base else []
+        lines += _nearest(base, fit, law or fit.approaches[0], arguments) if base else []
     if arguments.ratio and not is_refused:
         lines.append(ratio_line(fit, flops, arguments.ratio))
     text = fit_lines(fit, flops, arguments.verbose, law, arguments.force)
@@ -163,7 +163,7 @@ def _single_run(fit: Fit, arguments: argparse.Namespace) -> Answer:
     return Answer("\n".join(lines), {"law": law.key, "loss": loss, "flops": flops})
 
 
-def _nearest(base: RunConfig, law: Approach, arguments: argparse.Namespace) -> list[str]:
+def _nearest(base: RunConfig, fit: Fit, law: Approach, arguments: argparse.Namespace) -> list[str]:
     """Describe, and write where wanted, the legal run nearest to the optimum."""
     flops, at = arguments.flops, math.log(arguments.flops)
     family = Family(base=base, keep_layers=arguments.keep_layers)
@@ -175,6 +175,8 @@ def _nearest(base: RunConfig, law: Approach, arguments: argparse.Namespace) -> l
         f"D {amount(cost.tokens)}, {cost.flops:.3g} FLOPs; {counted(run.optim.steps, 'step')} of "
         f"{counted(cost.tokens_per_step, 'token')}, learning rate {run.optim.learning_rate:.3g}"
     ]
+    if rule_of(base, arguments) is step_law_rule:
+        lines += outside_step_law([run])
     if arguments.write:
         header = (
             f"# The optimum at {flops:.3g} FLOPs by {law.title}: loss "
@@ -192,7 +194,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain scale report`."""
     add_runs(parser)
     add = parser.add_argument
-    add("--output", type=Path, metavar="DIR", help="default: scaling-report beside RUNS")
+    add("--output", type=Path, metavar="DIR", help="default: scaling-report beside RUNS, or in it")
     add("--title", default="Scaling laws", help="of the page (default %(default)s)")
 
 
@@ -201,7 +203,8 @@ def run_report(arguments: argparse.Namespace) -> int:
     from pretrain.comparisons.page import rows_without_sizes, write_sweep_page
     from pretrain.scaling.forecast import write_cards_page
 
-    output = arguments.output or arguments.runs.parent / "scaling-report"
+    folder = arguments.runs if arguments.runs.is_dir() else arguments.runs.parent
+    output = arguments.output or folder / "scaling-report"
     check_output_directory("--output", output)
     if arguments.runs.is_dir():
         print(write_cards_page(arguments.runs, output, arguments.title))

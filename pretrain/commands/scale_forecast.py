@@ -9,7 +9,7 @@ from foundation.files import refuse_overwrite
 from pretrain.commands.scale import add_question, add_runs, check_question
 from pretrain.commands.scale_fit import points_of
 from pretrain.rundir.run_paths import run_path
-from pretrain.scaling.fit import TITLES, doubts, fit_all, law_of_runs, refuse_wild, run_doubts
+from pretrain.scaling.fit import TITLES, Fit, doubts, fit_all, law_of_runs, refuse_wild, run_doubts
 from pretrain.scaling.forecast import (
     card_lines,
     grade_lines,
@@ -20,6 +20,7 @@ from pretrain.scaling.forecast import (
     write_card,
     write_grade,
 )
+from pretrain.scaling.frontier import Approach
 from pretrain.scaling.report import backtest_lines
 
 
@@ -42,7 +43,7 @@ def run_forecast(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output {output}: expected a name that ends in .yaml")
     refuse_overwrite(output)
     fit = fit_all(points_of(arguments))
-    law = fit.approach(arguments.law) if arguments.law else fit.approaches[0]
+    law = fit.approach(arguments.law) if arguments.law else first_with_interval(fit)
     if law is None:
         why = fit.unavailable[arguments.law]
         raise ConfigError(f"law {arguments.law!r} is not available for these runs: {why}")
@@ -62,6 +63,12 @@ def run_forecast(arguments: argparse.Namespace) -> int:
     print("\n".join([*card_lines(card), *backtest_lines(fit, law), *lines]))
     print(f"card: {output}; before the run starts: launcher submit RUN.yaml --forecast {output}")
     return 0
+
+
+def first_with_interval(fit: Fit) -> Approach:
+    """Return the first law to rely on that has intervals; else the first."""
+    laws = [law for law in fit.approaches if law.key not in fit.doubts and not law.no_interval]
+    return laws[0] if laws else fit.approaches[0]
 
 
 def add_grade_arguments(parser: argparse.ArgumentParser) -> None:

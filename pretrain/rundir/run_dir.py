@@ -43,6 +43,7 @@ from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, list_attempts
 from pretrain.rundir.changed_settings import describe_rate, refused_changes
 from pretrain.rundir.events import Forecast, ResumeFrom, SettingsChanged, TrainingBegan
+from pretrain.rundir.forecast import check_subject
 from pretrain.rundir.history import find_events, past_of, setting_changes
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, read_lock, run_lock
@@ -225,8 +226,9 @@ class RunDir:
             raise ConfigError(f"{self.path} holds no run yet; start it without --from-step")
         self.ledger.append(ResumeFrom(step=step))
 
-    def sign_forecast(self, card: Path) -> None:
-        """Record the forecast of a run that has not begun."""
+    def sign_forecast(self, card: Path, config: RunConfig) -> None:
+        """Record the forecast of a run that has not begun; `config` has its vocabulary."""
+        check_subject(card, config)
         ledger = self.ledger.read()
         if find_events(ledger, TrainingBegan):
             raise ConfigError(

@@ -21,16 +21,15 @@ from pretrain.costs.flops import run_cost
 from pretrain.rundir.code_version import code_version
 from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.rundir.events import Forecast, TrainingBegan
+from pretrain.rundir.forecast import FORMAT, check_subject
 from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.backtest import Backtest
-from pretrain.scaling.fit import Fit, law_of_runs, loss_interval
+from pretrain.scaling.fit import TITLES, Fit, law_of_runs, loss_interval
 from pretrain.scaling.frontier import Approach
 from pretrain.scaling.intervals import Interval, amount, as_loss, as_size, shown
+from pretrain.scaling.law import LawLine
 from pretrain.terminal.text import counted, fitted_table
-
-FORMAT = 1
-SAME_FLOPS = 1.1  # times the forecast ones, either way: a run of other FLOPs is another question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +75,11 @@ def make_card(fit: Fit, approach: Approach, table: Path, flops: float) -> Foreca
 
 
 def make_run_card(fit: Fit, table: Path, parameters: float, tokens: float) -> ForecastCard:
-    """Return the forecast of one run; ConfigError without a law of N and D."""
-    law = law_of_runs(fit)
+    """Return the forecast of one run by the first law of N and D with an interval, if there is one;
+    ConfigError without such a law.
+    """
+    laws = (law for law in fit.approaches if isinstance(law.line, LawLine) and law.left_out)
+    law = next(laws, None) or law_of_runs(fit)
     flops = float(np.exp(fit.flops_law.log_flops(np.log(parameters), np.log(tokens))))
     loss = fit.beyond_runs(loss_interval(law, parameters, tokens), flops)
     exact = (Interval(value, value, value) for value in (parameters, tokens))
@@ -98,7 +100,7 @@ def _card(
         why = law.no_interval or "the loss is not forecast so far from the runs"
         raise ConfigError(
             f"{law.title} gives no interval of the loss at {flops:.3g} FLOPs, and a forecast needs "
-            f"one: {why}; add budgets, or name another --law"
+            f"one: {why}; add budgets, or name another --law: {', '.join(TITLES)}"
         )
     return ForecastCard(
         format=FORMAT,
@@ -138,7 +140,7 @@ def read_card(path: Path) -> ForecastCard:
 def grade_run(path: Path, run: Path) -> Grade:
     """Return how the run came out, by its last evaluation on the validation split.
 
-    ConfigError while it is not finished, or if its FLOPs, size or tokens are not the forecast ones.
+    ConfigError while it is not finished, if it is not the forecast one, or another was graded.
     """
     card, run_dir = read_card(path), RunDir.open(run)
     config, sha256 = run_dir.config, sha256_of(path)
@@ -153,26 +155,21 @@ def grade_run(path: Path, run: Path) -> Grade:
         raise ConfigError(
             f"{run} has no finite loss of its last step, {steps:,}; grade it when it is finished"
         )
+    check_subject(path, config)
+    grade_path = _grade_path(path)
+    before = read_value(Grade, grade_path) if grade_path.exists() else None
+    if before and before.run != str(run_dir.path):
+        raise ConfigError(
+            f"{grade_path} has the grade of {before.run}; to grade another run, remove it"
+        )
     cost, text = run_cost(config), EvaluatedText.of_line(ends[-1])
-    wanted = {"FLOPs": (cost.flops, card.flops)}
-    if card.is_of_run:
-        wanted |= {
-            "parameters": (cost.parameters, card.parameters.value),
-            "tokens": (cost.tokens, card.tokens.value),
-        }
-    for name, (found, expected) in wanted.items():
-        if not expected / SAME_FLOPS <= found <= expected * SAME_FLOPS:
-            raise ConfigError(
-                f"{run} has {found:.3g} {name}, and {path} is a forecast of {expected:.3g}; grade "
-                "the run that was forecast"
-            )
     ledger = run_dir.ledger.read()
-    before = [event for event in ledger if isinstance(event, Forecast | TrainingBegan)]
-    first = next((i for i, event in enumerate(before) if isinstance(event, TrainingBegan)), None)
+    told = [event for event in ledger if isinstance(event, Forecast | TrainingBegan)]
+    first = next((i for i, event in enumerate(told) if isinstance(event, TrainingBegan)), None)
     return Grade(
         card_sha256=sha256,
         run=str(run_dir.path),
-        is_signed=sha256 in [event.sha256 for event in find_events(before[:first], Forecast)],
+        is_signed=sha256 in [event.sha256 for event in find_events(told[:first], Forecast)],
         flops=float(cost.flops),
         parameters=cost.parameters,
         loss=float(loss),
@@ -213,6 +210,7 @@ def grade_lines(card: ForecastCard, grade: Grade) -> list[str]:
     return [
         f"{'inside' if grade.is_inside else 'OUTSIDE'}: measured {as_loss(grade.loss)}{error} on "
         f"{grade.evaluated}, forecast {shown(card.loss, as_loss)} ({grade.error:+.2%})",
+        f"N {amount(grade.parameters)}, forecast {shown(card.parameters, as_size)}",
         f"signed: {signed}",
     ]
 

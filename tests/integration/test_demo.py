@@ -26,7 +26,8 @@ ENVIRONMENT = {
 SHORTER = {
     "--steps 480 --kill-at 300": "--steps 8 --kill-at 6",
     "vocab_size=4096": "vocab_size=1000",
-    "16000": "2000",
+    "max_tokens=100000": "max_tokens=2000",
+    "--max-tokens 100k": "--max-tokens 2000",
     "--tokens 260": "--tokens 20",
 }
 

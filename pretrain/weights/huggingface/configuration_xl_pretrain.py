@@ -21,6 +21,11 @@ def mixer_facts(kind: str) -> Mixer:
     return FACTS[kind](kind)
 
 
+def adopted_facts(tree: dict[str, Any]) -> Any:
+    """Refuse an adopted model: it is exported as its own class."""
+    raise ConfigError(f"adopted: found {tree}, expected a model of this family")
+
+
 class ConfigError(ValueError):
     """A setting is missing, unknown, or contradicts another one."""
 

@@ -69,7 +69,9 @@ def code_of_export(model: ModelConfig) -> dict[str, str]:
     heading = HEADING.format(version=code_version())
     configuration, modeling = (f"{__package__}.{name}" for name in CODE[:2])
     replaced = {
-        **dict.fromkeys(("ConfigError", "abbreviated", "mixer_facts"), configuration),
+        **dict.fromkeys(
+            ("ConfigError", "abbreviated", "adopted_facts", "mixer_facts"), configuration
+        ),
         **dict.fromkeys(("DropoutStream", "backend_for", "mixer_class"), modeling),
     }
     facts: dict[str, Key] = {}

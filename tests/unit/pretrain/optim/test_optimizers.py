@@ -288,7 +288,8 @@ def test_every_parameter_of_every_variant_has_one_role() -> None:
         for name, parameter in module.named_parameters():
             role = parameter_role(name, module.config)
             # Under ZeRO-3 a parameter has no shape, so the name alone must tell.
-            is_pair = name.endswith(("content_bias", "position_bias", "bucket_bias"))
+            biases = ("content_bias", "position_bias", "bucket_bias")
+            is_pair = name.endswith((*biases, "mamba2.skip"))
             assert (parameter.dim() == 2) == (decays(role) or is_pair), (name, role)
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from foundation.errors import ConfigError
+from foundation.errors import ConfigError, DataError
 from foundation.files import sha256_of
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import run_cost
 from pretrain.rundir.events import Forecast, TrainingBegan
 from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
+from pretrain.scaling.fit import fit_all
 from pretrain.scaling.table import Columns, read_points
 from tests.helpers.scaling import BESIROGLU, simulated, write_points
 from tests.helpers.scaling_runs import command, train_by_the_law
@@ -40,7 +41,7 @@ def small_run(name: str = "big") -> RunConfig:
 
 def signed_run(directory: Path, config: RunConfig, card: Path, loss: float) -> None:
     RunDir(directory).path.mkdir(parents=True)
-    RunDir(directory).sign_forecast(card)
+    RunDir(directory).sign_forecast(card, config)
     train_by_the_law(directory, config, loss=loss)
 
 
@@ -116,16 +117,59 @@ def test_another_runs_card_or_another_file_is_refused(table, tmp_path, capsys, c
 
 
 def test_a_run_that_has_begun_is_not_signed_and_one_is_signed_once(tmp_path):
-    card = tmp_path / "card.yaml"
-    card.write_text("any\n")
-    run_dir = RunDir.create(tmp_path / "run", RunConfig())
+    card, config = tmp_path / "card.yaml", small_run()
+    numbers = {name: {"value": 1.0} for name in ("parameters", "tokens")}
+    subject = {"format": 1, "is_of_run": False, "flops": float(run_cost(config).flops)}
+    card.write_text(yaml.safe_dump(subject | numbers))
+    run_dir = RunDir.create(tmp_path / "run", config)
     for _ in range(2):
-        run_dir.sign_forecast(card)
+        run_dir.sign_forecast(card, config)
     (event,) = find_events(run_dir.ledger.read(), Forecast)
     assert event.sha256 == sha256_of(card)
     run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
     with pytest.raises(ConfigError, match="has begun"):
-        run_dir.sign_forecast(card)
+        run_dir.sign_forecast(card, config)
+
+
+@pytest.mark.parametrize("content", ["any: 1\n", "format: 1\nflops: 1.0\n", "{}\n"])
+def test_a_start_refuses_what_is_no_card_and_signs_nothing(tmp_path, content):
+    card = tmp_path / "card.yaml"
+    card.write_text(content)
+    run_dir = RunDir.create(tmp_path / "run", small_run())
+    with pytest.raises((ConfigError, DataError), match=r"card\.yaml"):
+        run_dir.sign_forecast(card, small_run())
+    assert not find_events(run_dir.ledger.read(), Forecast)
+
+
+def test_a_card_of_one_run_is_of_its_size_and_tokens_whatever_its_flops_are_counted_as(
+    table, tmp_path, capsys
+):
+    card, config = tmp_path / "card.yaml", small_run()
+    assert forecast_run(config, table, card, "--params", 1e6, "--tokens", 5e7, "--force") == 0
+    written, cost = yaml.safe_load(card.read_text()), run_cost(config)
+    assert written["law"] == "parametric", "the first law of N and D with an interval"
+    for name, value in (("parameters", cost.parameters), ("tokens", cost.tokens)):
+        written[name] = dict.fromkeys(("value", "low", "high"), float(value))
+    card.write_text(yaml.safe_dump(written | {"flops": 3.0 * cost.flops}))
+    signed_run(tmp_path / "run", config, card, written["loss"]["value"])
+    assert command("grade", card, tmp_path / "run") == 0
+    train_by_the_law(tmp_path / "other", small_run("other"), loss=written["loss"]["value"])
+    assert command("grade", card, tmp_path / "other") == 2
+    assert "to grade another run, remove it" in capsys.readouterr().err
+
+
+def test_without_a_law_named_the_first_with_an_interval_forecasts(tmp_path, capsys):
+    runs = (
+        simulated(BESIROGLU, budgets=(1e18, 1e21, 7), num_sizes=5, noise=0.003, seed=s)
+        for s in range(20)
+    )
+    points = next(points for points in runs if fit_all(points).approaches[0].key == "tied")
+    table = write_points(tmp_path / "runs.csv", points)
+    assert command("forecast", table, "--flops", 1e22, "-o", tmp_path / "card.yaml") == 0
+    assert yaml.safe_load((tmp_path / "card.yaml").read_text())["law"] != "tied"
+    assert command("fit", table, "--flops", 1e22, "--ratio", 40) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("with D/N"))
+    assert "[" not in line, "the tied law has no interval here either"
 
 
 def test_a_fixed_ratio_costs_what_the_law_says(table, capsys):
