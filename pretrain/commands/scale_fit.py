@@ -180,7 +180,7 @@ def _nearest(base: RunConfig, fit: Fit, law: Approach, arguments: argparse.Names
     if arguments.write:
         header = (
             f"# The optimum at {flops:.3g} FLOPs by {law.title}: loss "
-            f"{shown(law.loss(at), as_loss)}\n"
+            f"{shown(fit.optimum(law, flops)[2], as_loss)}\n"
             f"# Written by 'pretrain scale fit' from {arguments.runs.name}; rate and batch: "
             f"{rule_name(arguments)}\n"
         )

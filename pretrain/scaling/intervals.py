@@ -72,19 +72,12 @@ def students(
 
 
 def widened(interval: Interval, error: float) -> Interval:
-    """Return the interval of a logarithm, whose half widths get another `error` (quadratically).
-
-    Without an interval, `error` alone makes one, unless it is 0.
-    """
-    if not error:
+    """Return the interval of a logarithm, whose half widths get another `error` (quadratically)."""
+    value, low, high = interval.value, interval.low, interval.high
+    if not error or not low > 0:
         return interval
-    low, high = (
-        math.hypot(error, math.log(end / interval.value)) if end > 0 else error
-        for end in (interval.low, interval.high)
-    )
-    return Interval(
-        interval.value, interval.value * math.exp(-low), interval.value * math.exp(high)
-    )
+    halves = [math.hypot(error, math.log(end / value)) for end in (low, high)]
+    return Interval(value, value * math.exp(-halves[0]), value * math.exp(halves[1]))
 
 
 def shown(interval: Interval, text: Text) -> str:

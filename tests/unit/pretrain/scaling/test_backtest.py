@@ -66,7 +66,7 @@ def test_intervals_grow_beyond_the_runs_by_what_published_sweeps_missed():
             size, _, loss = fit.optimum(law, times * fit.largest)
             assert size.width >= math.exp(2 * SIZE_OFF * math.sqrt(math.log(times)))
             assert loss.width >= math.exp(2 * LOSS_OFF * math.log(times))
-    assert widened(Interval(2.0, math.nan, math.nan), 0.1).high == pytest.approx(2 * math.exp(0.1))
+    assert math.isnan(widened(Interval(2.0, math.nan, math.nan), 0.1).high), "it makes none"
     assert widened(Interval(2.0, 1.0, 4.0), 0.0) == Interval(2.0, 1.0, 4.0)
 
 
