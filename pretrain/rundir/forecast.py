@@ -24,7 +24,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ForecastRun:
     """The run that is forecast: of so many FLOPs, or `is_of_run` of this size over these tokens."""
 
     format: int
@@ -37,7 +37,7 @@ class Subject:
 def check_subject(card: Path, config: RunConfig) -> None:
     """Raise ConfigError unless the card is about such a run, and DataError if it is no card."""
     try:
-        subject = from_tree(Subject, read_tree(card), is_open=True, is_finite=True)
+        subject = from_tree(ForecastRun, read_tree(card), is_open=True, is_finite=True)
     except InvalidValue as error:
         raise DataError(f"{card} is no forecast card: {error}") from None
     if subject.format != FORMAT:
