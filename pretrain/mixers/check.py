@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
@@ -50,7 +50,19 @@ class Check:
 
 
 # What a check compares, the limit of the difference, and the function that measures it.
-Measure = tuple[str, float, Callable[[Any], float]]
+Measure = tuple[str, float, "Callable[[Any], float | Compared]"]
+
+
+class Compared(NamedTuple):
+    """A number by the facts and as counted; their difference is relative to `scale`."""
+
+    facts: float
+    counted: float
+    scale: float
+
+    @property
+    def difference(self) -> float:
+        return abs(self.counted - self.facts) / self.scale
 
 
 def check_mixer(kind: str, settings: Mapping[str, Any], seed: int = 0) -> list[Check]:
@@ -66,7 +78,13 @@ def checked(measures: Mapping[str, Measure], subject: Any) -> list[Check]:
     for name, (meaning, limit, measure) in measures.items():
         value, note = math.inf, ""
         try:
-            value = float(measure(subject))
+            result = measure(subject)
+            if isinstance(result, Compared):
+                value = result.difference
+                numbers = f"{result.facts:,.0f} by the facts, {result.counted:,.0f} counted"
+                note = f"{numbers} ({value:.2g}, at most {limit:g})"
+            else:
+                value = float(result)
         except Exception as error:  # the module may be unfinished
             note = f"{type(error).__name__}: {shown(str(error))}"
         checks.append(Check(name, meaning, value, limit, note))
@@ -304,7 +322,7 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=counts)
 
 
-def _flops(subject: Subject) -> float:
+def _flops(subject: Subject) -> Compared:
     config = _measured(subject.config.kinds[0], subject.config)
     model, tokens_BT = TransformerXL(config, attention_kernel="plain"), torch.ones(2, 128).long()
     expected = token_flops(config, 64, 2)
@@ -312,10 +330,10 @@ def _flops(subject: Subject) -> float:
     _, memory = model(tokens_BT[:, :64], tokens_BT[:, 64:])
     with flop_counter() as counter:
         model(tokens_BT[:, :64], tokens_BT[:, 64:], memory)[0].sum().backward()
-    return abs(counter.get_total_flops() / 128 - expected.training) / (3 * own)
+    return Compared(expected.training, counter.get_total_flops() / 128, 3 * own)
 
 
-def _bytes(subject: Subject) -> float:
+def _bytes(subject: Subject) -> Compared:
     config = replace(_measured(subject.config.kinds[0], subject.config), memory_length=0)
     kept = [_bytes_kept(replace(config, num_layers=layers)) for layers in (1, 2)]
     run = RunConfig(
@@ -324,7 +342,7 @@ def _bytes(subject: Subject) -> float:
         engine=EngineConfig(attention_kernel="plain"),
     )
     expected = layer_bytes(run, 2, False, config.kinds[0], 0).kept
-    return abs(kept[1] - kept[0] - expected) / expected
+    return Compared(expected, kept[1] - kept[0], expected)
 
 
 def _bytes_kept(config: ModelConfig) -> int:
@@ -376,7 +394,7 @@ CHECKS: dict[str, Measure] = {
     "types": ("parts of another shape or type than in the facts", 0.0, _types),
     "long": ("growth of states over 100,000 tokens", 100.0, _long),
     "bf16": ("mean difference in bf16, relative to the mean size", ROUNDED, _half),
-    "flops": ("FLOPs, facts and counted", FLOPS_LIMIT, _flops),
-    "bytes": ("bytes kept for the backward pass, facts and counted", BYTES_LIMIT, _bytes),
+    "flops": ("FLOPs of a token in training", FLOPS_LIMIT, _flops),
+    "bytes": ("bytes of a layer kept for the backward pass", BYTES_LIMIT, _bytes),
     "lane bytes": ("bytes of a lane, facts and counted", 0.0, _lane_bytes),
 }
