@@ -79,7 +79,7 @@ test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of i
 
 HYBRIDS := build/transformers-hybrids
 venv-hybrids: $(STAMP)  ## transformers 5 for models of others, in build/transformers-hybrids, to be set as PYTHONPATH
-	uv pip install -q --python $(BIN)/python --no-deps --target $(HYBRIDS) -r requirements-hybrids.lock
+	uv pip install -q --python $(BIN)/python --no-deps --require-hashes --target $(HYBRIDS) -r requirements-hybrids.lock
 	@echo 'export PYTHONPATH=$(CURDIR)/$(HYBRIDS)'
 
 NEWER := build/transformers-5

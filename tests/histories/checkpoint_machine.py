@@ -67,7 +67,6 @@ class Copy:
     step: int
     start: str  # of the run, that published it
     world_size: int
-    steps_of_run: int  # the only setting of the history that a local checkpoint depends on
     is_whole: bool = True
     is_other_version: bool = False
     has_flipped: bool = False  # a bit, so that sizes are right
@@ -178,7 +177,7 @@ class CheckpointHistory(HistoryMachine):
         assert target is not None
         if STEP_NAME.fullmatch(target.name) and (where := self._destination(target)):
             step, start = int(target.name[5:]), path.name.partition("-")[2].partition("-")[2]
-            copy = Copy(step, start, self.world_size, self.steps_of_run)
+            copy = Copy(step, start, self.world_size)
             self.copies[target] = copy
             if path.parent.name.startswith(".restore"):  # it came from the store
                 copy.stands = self.stored[step].stands
@@ -223,12 +222,12 @@ class CheckpointHistory(HistoryMachine):
             if copy.stands and copy.is_whole and not self._is_old(step, listed):
                 self.problem("unlisted", f"the lost index had {step}, the new one {listed}")
         for step in set(listed) - self.stored.keys():
-            self.stored[step] = self.unlisted.get(step) or Copy(step, "", 0, 0)
+            self.stored[step] = self.unlisted.get(step) or Copy(step, "", 0)
             self.facts.add(("store", step))
         self.unlisted = {}
         newest = max(listed)
         if not self.stored[newest].stands:  # made again
-            self.stored[newest] = Copy(newest, "", 0, 0)
+            self.stored[newest] = Copy(newest, "", 0)
             self.facts.add(("store", newest))
         self.index_is_whole = True
 
@@ -296,7 +295,6 @@ class CheckpointHistory(HistoryMachine):
                 self.node in path.parents
                 and copy.is_whole and copy.stands and path.is_dir()
                 and int(path.parent.name[5:]) < self.world_size == copy.world_size
-                and copy.steps_of_run == self.steps_of_run
             ):  # fmt: skip
                 parts[copy.step, copy.start] += 1
         local = {step for (step, _), count in parts.items() if count == self.world_size}
