@@ -29,7 +29,7 @@ TOKEN_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64"
 ShardFormat = Literal["mds", "webdataset"]
 Newlines = Literal["keep", "normalize", "drop"]
 BuiltTokenizer = Literal["unigram", "bpe", "bytes", "words", "characters", "unknown"]
-# The other kinds come from a file. `sentencepiece` is any model that was not trained here.
+# The kinds that are not built here come from a file; `sentencepiece`: a model trained elsewhere.
 TokenizerKind = Literal[BuiltTokenizer, "sentencepiece", "huggingface", "tiktoken"]
 
 SMALLEST_VOCABULARY = 300  # the 256 bytes and a few pieces
@@ -45,7 +45,7 @@ class TokenizerConfig:
     """How text becomes tokens: trained on a sample of the training split, or taken from `path`."""
 
     kind: BuiltTokenizer = "unigram"
-    """What to make: a SentencePiece model, words, or characters; unknown: the input is tokens."""
+    """What to make; unigram and bpe: a SentencePiece model; unknown: the input is token ids."""
     vocab_size: int = setting(16384, Range(SMALLEST_VOCABULARY, LARGEST_VOCABULARY), unit="tokens")
     """Size of the vocabulary; for words the largest size, filled with the most frequent words."""
     training_bytes: int = setting(20_000_000, Range(1, MOST), unit="bytes")
@@ -55,7 +55,7 @@ class TokenizerConfig:
     end_token: str = ""
     """Token that ends every document; "": the one in the tokenizer's files, or <eos> for words."""
     end_id: int = setting(-1, Range(-1, LARGEST_VOCABULARY))
-    """Id that ends a document in an input of tokens, and is not part of it; -1: no id does."""
+    """In an input of token ids: the id that ends each document and is stripped; -1: none."""
     pattern: str = ""
     """Regular expression that cuts texts into words, for a .tiktoken file, which lacks it."""
     special_tokens: dict[str, int] = field(default_factory=dict)
@@ -87,15 +87,15 @@ class CorpusConfig:
     format: Literal["auto", SourceKind] = "auto"
     """Format of the input; auto: by a file's name or first bytes; text: one document per file."""
     suffixes: tuple[str, ...] = ()
-    """Read only files with these endings before .gz or .zst; []: all files."""
+    """Read only files whose names without .gz or .zst end in one of these; []: all files."""
     text_field: str = "text"
-    """Where the text is: JSON field, tar member's extension besides txt, or column (text, ids)."""
+    """Where the text is: JSON field, tar extension (besides txt), or column of texts or ids."""
     token_dtype: str = ""
-    """Type of ids in arrays without a header, or in bytes of MDS files; "": uint16 in arrays."""
+    """Type of token ids in arrays without a header ("": uint16), and in MDS columns of bytes."""
     id_field: str = "id"
     """Field with a record's id; a record without it is named by its file and number."""
     max_rejects: int = setting(1000, Range(0, MOST), unit="records")
-    """The most unusable records; if there are more, the build stops."""
+    """Largest number of unusable records; with more, the build stops."""
     newlines: Newlines = "keep"
     """normalize: \\r\\n and \\r become \\n; drop: no \\n stays, as in Transformer-XL's enwik8."""
     split_characters: int = setting(0, Range(0, MOST), unit="characters")
@@ -168,7 +168,7 @@ class MixturePart:
     repeat: float = setting(0.0, Range(0, 1e6), unit="passes")
     """Passes per epoch of the mixture; 0: one, or what the weight asks for."""
     weight: float = setting(0.0, Range(0, MOST))
-    """Share of the tokens, relative to other weights; all parts have one, or none; 0: no weight."""
+    """Share of the tokens, relative to other weights; set for all parts or for none; 0: not set."""
 
     def __post_init__(self) -> None:
         require_no_secrets("mixture", self.path)

@@ -22,7 +22,7 @@ SHIPPED = Path(__file__).parent / "configs"
 LARGEST_YAML_BYTES = 1 << 20
 MOST_FILES = 64  # files that one file may extend, directly or not
 DEEPEST_NODE = 100  # levels of lists and sections
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, a lone surrogate: no file name has them
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, lone surrogates: no path can hold them
 _OTHER_TAGS = [f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary")]
 MOST_NODES = 20_000  # names and values of a file; reading them takes a second
 TOO_DEEP = "it is nested too deeply"
@@ -32,7 +32,7 @@ _DATE_TAG = "tag:yaml.org,2002:timestamp"  # 2026-11-28 is text here
 _INT_TAG = "tag:yaml.org,2002:int"
 # Numbers of YAML 1.2. PyYAML implements 1.1, where 1e-3 without a dot is text, 5:00 is 300 (base
 # 60), and 0300 is 192 (octal). Here 5:00 is text, and 0300 is refused: other readers disagree.
-# Each can match a text in one way only: to try several would take quadratic time.
+# Each pattern matches a text in at most one way: backtracking would take quadratic time.
 _EXPONENT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$", re.ASCII)
 _FLOAT = re.compile(
     r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$"
@@ -116,7 +116,7 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
 
 
 def parse_yaml(text: str, path: Path, is_extended: bool) -> Tree:
-    """Return the settings in the text; errors show no text of a file that another one extends."""
+    """Return the settings in the text. If `is_extended`, no error quotes it: it may be private."""
     import yaml
 
     try:
@@ -150,7 +150,7 @@ def _place_of(error: Exception, text: str) -> str:
 
 
 def _line_of(error: Exception, text: str) -> str:
-    """Return the line of the error, as `, in 'key: [a'`; '' without a position or for no text."""
+    """Return the line with the error as `, in 'key: [a'`; '' if it is unknown or blank."""
     mark, lines = getattr(error, "problem_mark", None), text.split("\n")
     line = lines[mark.line].strip() if mark and mark.line < len(lines) else ""
     return f", in {shown(line)}" if line else ""

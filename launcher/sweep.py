@@ -52,7 +52,7 @@ class CellRun(PlacedCell):
 
     @property
     def is_done(self) -> bool:
-        """Whether a checkpoint holds the last of the steps that the sweep file has now."""
+        """Whether a checkpoint has reached the number of steps that the sweep file has now."""
         return self.state.is_done and (self.state.checkpoint or 0) >= self.config.optim.steps
 
     @property
@@ -63,7 +63,7 @@ class CellRun(PlacedCell):
 
 def read_cells(sweep: Sweep, sweep_path: Path, runs: Path) -> list[CellRun]:
     """Return all cells in the order of the file. A run with other settings than its cell has the
-    state OTHER, without its numbers."""
+    state OTHER, and its step and checkpoint are not reported."""
     paths = [runs / cell.name for cell in sweep.cells]
     started = [path for path in paths if is_run(path)]
     known = {Path(state.path): state for state in read_states(started)}
@@ -104,7 +104,7 @@ def longest_first(cells: Sequence[CellRun]) -> list[CellRun]:
 
 
 def can_start(cells: Sequence[CellRun], unfinished: Collection[str] = ()) -> list[CellRun]:
-    """Return the cells that do not start from another of these cells or of the `unfinished`."""
+    """Return the cells that need no checkpoint of a cell that is here or in `unfinished`."""
     names = {*unfinished, *(cell.cell.name for cell in cells)}
     return [cell for cell in cells if cell.cell.starts_from not in names]
 
@@ -224,8 +224,8 @@ def array_job(
 ) -> tuple[Job, str]:
     """Return the job of cells that need equally many nodes, and its script; task i is the cell i.
 
-    It starts when the job `after` has ended. The cells' former jobs determine its directory. So a
-    job whose number was lost is found there, and cells that ran before get a new directory.
+    It starts when job `after` ends. A hash of the cells' last known jobs names its directory, so a
+    retry finds the job if sbatch's answer was lost, and cells that have run get a new directory.
     """
     before = [(str(cell.path.resolve()), cell.state.job) for cell in cells]
     name = f"{sweep}-{hashlib.sha256(repr(before).encode()).hexdigest()[:8]}"
@@ -243,7 +243,7 @@ def array_job(
 
 
 def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
-    """Save what the cells run, submit them once, record it in their ledgers; return the id."""
+    """Save what the cells run; submit them, never twice; record it in ledgers; return the id."""
     slurm = Slurm()
     check_request(job.cluster, job.nodes, slurm.partitions())
     for shared in (job.run_dir.parent.parent, job.run_dir.parent):  # runs/SWEEP, runs/SWEEP/.arrays

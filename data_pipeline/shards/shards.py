@@ -1,7 +1,7 @@
 """Shards of tokens as MDS (`.mds`) or WebDataset (`.tar`), each written by its stock writer.
 
-Both are read by memory map. A document's tokens are stored uncompressed and contiguous, so reading
-a part of them is one copy.
+Both are read by memory map. A document's tokens are stored uncompressed and contiguous, so any part
+of them is an array that views the file.
 """
 
 import mmap
@@ -61,7 +61,7 @@ class ShardReader:
     """
 
     def __init__(self, path: Path, dtype: str, file: BinaryIO | None = None) -> None:
-        """`file`: the shard, already opened; a lock on it lasts as long as the memory map."""
+        """`file`: the opened shard; the map duplicates its descriptor, and so keeps its lock."""
         self.path = path
         self.itemsize = np.dtype(dtype).itemsize
         self._dtype = dtype

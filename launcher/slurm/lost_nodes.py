@@ -1,5 +1,5 @@
 """The nodes of a job, and what follows when some are lost: spare ones replace them, a guard
-requeues the job if its first node is lost, and empty steps use up old step numbers."""
+requeues the job if its first node is lost, and empty Slurm steps use up old step numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.terminal.text import counted
 
 _POLL_SECONDS = 10.0
-# Empty steps to run. A start has fewer: for each attempt a probe, the ranks and perhaps a guard.
+# Empty steps to run, more than a start runs: per attempt a probe, the ranks and perhaps a guard.
 _OLD_STEPS = 24
 _EMPTY_STEPS_SECONDS = 60.0  # the limit for all of them together
 _NODE_LOST = (JobEndReason.FIRST_NODE_LOST, JobEndReason.NODE_FAILED)
@@ -99,8 +99,8 @@ class NodePool:
     def next_step(self, meanwhile: Callable[[], None]) -> Step:
         """Wait until all nodes can run ranks; return the step of the next attempt.
 
-        Calls `meanwhile` often. Raises StartAgain if a node is not ready for as long as the run
-        waits for storage, and ConfigError if other nodes would not be ready, either.
+        Calls `meanwhile` often. Raises StartAgain if a node stays unready longer than a run may
+        wait for storage, and ConfigError if other nodes would not help, either.
         """
         if self._outlives_nodes:
             self._replace_failed()
@@ -236,7 +236,7 @@ class FirstNodeGuard:
 
     A job with spare nodes outlives any of its nodes (`--no-kill`), also the one that runs the batch
     script. Slurm 22.05 then keeps the others allocated until the time limit, with nothing running.
-    The process ends with the job's start or the supervisor. A context manager.
+    The process ends when this start of the job or its supervisor ends. A context manager.
     """
 
     def __init__(self, job: ThisJob) -> None:
@@ -276,7 +276,7 @@ def use_up_old_numbers(
 
     A requeued job numbers its steps from 0 again. Up to a minute after a lost node is back, Slurm
     may deliver a signal for an old step, which would end the new step of the same number. srun has
-    no option to choose a number. What `meanwhile` raises ends the empty steps.
+    no option to choose a number. An exception of `meanwhile` ends the empty steps.
     """
     if not any(_loses_a_node(event) for event in ledger if getattr(event, "job", "") == job.id):
         return

@@ -3,8 +3,8 @@
 Nothing is built: plans ask for thousands of shapes, and torch takes seconds to import. Tests
 compare every variant exactly with the built model and with PyTorch's own counter.
 
-The facts of a kind of layer say what it has and computes (`pretrain/mixers`). One multiplication
-and addition are two FLOPs; norms, rotations, softmax, dropout and short convolutions do not count.
+Each kind of layer declares what it has and computes in `pretrain/mixers/NAME/facts.py`. A multiply
+and an add are two FLOPs; norms, rotations, softmax, dropout and short convolutions do not count.
 """
 
 import math
@@ -22,8 +22,8 @@ from pretrain.config.run import OptimConfig, RunConfig, accumulation_steps, lane
 from pretrain.terminal.text import counted, si
 
 NEWTON_SCHULZ_STEPS = 5
-# Parts of Parameters besides the kinds of layers. biases: u and v, or T5's table; sinks and scales
-# of heads. head: the output layer, without what it shares with the embedding.
+# Parts of Parameters besides the kinds of layers. biases: attention's u and v or T5's table, sinks,
+# length scales. head: the output layer, without what it shares with the embedding.
 PARTS = ("feed_forward", "norms", "biases", "compression", "embedding", "head")
 MOMENT_BYTES = 4  # float32; AdamW has two moments
 OPTIMIZERS: Mapping[OptimizerName, str] = {"adamw": "AdamW", "lamb": "LAMB", "muon": "Muon"}
@@ -69,7 +69,7 @@ def weight_shapes(model: ModelConfig) -> Iterator[WeightShape]:
 
 
 def _shared_weights(model: ModelConfig) -> Iterator[WeightShape]:
-    """Yield what layers with attention share: positions; and the compression of their rows."""
+    """Yield the position weights that attention layers share, and weights that compress rows."""
     if not (layers := model.num_layers_with_rows):
         return
     positions, d = POSITIONS[model.positions], model.d_model
@@ -135,7 +135,7 @@ def model_in_words(run: RunConfig) -> str:
 
 
 def kinds_in_words(model: ModelConfig) -> str:
-    """Return the kinds of layers, those with rows last; attention alone is Transformer-XL."""
+    """Return the kinds of layers, those with memory rows last; attention alone: Transformer-XL."""
     if model.facts:
         return model.facts.family
     mixers = sorted(model.mixers_used, key=lambda mixer: mixer.has_rows)
@@ -184,7 +184,7 @@ class Flops:
     """FLOPs per token. A backward pass costs 2 x forward - without_gradient."""
 
     parts: Mapping[str, float]  # of a forward pass
-    without_gradient: float  # products whose input does not depend on a parameter
+    without_gradient: float  # products whose input needs no gradient: nothing learned precedes it
     repeated: float  # of the forward pass, computed again by selective checkpointing
 
     @property
@@ -293,17 +293,17 @@ def run_cost(run: RunConfig, steps: int | None = None) -> RunCost:
     Raises ConfigError if the vocabulary is unknown.
     """
     parameters = parameter_counts(run.model)
-    counted = range(run.optim.steps if steps is None else steps)
+    step_range = range(run.optim.steps if steps is None else steps)
     spans = [
         (phase.tokens_per_step * count, flops_per_token(phase))
-        for phase, count in spans_of_phases(run, counted)
+        for phase, count in spans_of_phases(run, step_range)
     ]
     return RunCost(
         parameters=parameters.total,
         body_parameters=parameters.body,
         flops_per_token=flops_per_token(run),
         tokens_per_step=run.tokens_per_step,
-        steps=len(counted),
+        steps=len(step_range),
         tokens=sum(tokens for tokens, _ in spans),
         flops=sum(tokens * flops_per_token for tokens, flops_per_token in spans),
     )
@@ -312,7 +312,7 @@ def run_cost(run: RunConfig, steps: int | None = None) -> RunCost:
 def flops_per_token(run: RunConfig) -> float:
     """Return the training FLOPs per token of the phase that `run` describes.
 
-    Plans, reports and MFU count these, and not what ranks and micro-batches compute again.
+    Plans, reports and MFU count these: as if one rank read all lanes in one pass.
     """
     return _run_flops(run, run.data.lanes).training
 
@@ -322,15 +322,15 @@ def _run_flops(run: RunConfig, lanes: int) -> Flops:
 
 
 def computed_step_flops(run: RunConfig, world_size: int) -> float:
-    """Return the FLOPs of all ranks in one step: of the passes, each of them projecting encodings,
-    of Muon, and of what checkpointing and chunks of logits repeat."""
+    """Return the FLOPs of all ranks in one step: of all forward and backward passes (each projects
+    the position encodings), of Muon, and of what checkpointing and chunked logits repeat."""
     model, engine, segment = run.model, run.engine, run.data.segment_length
     factor = model.read_tokens(segment) / segment
     flops = _run_flops(run, pass_lanes(run, world_size))
     repeated = 0.0
     if engine.activation_checkpointing == "full":
         repeated = flops.forward - flops.parts["head"]
-        if model.norm_position == "pre":  # no norm after a layer needs its last product again
+        if model.norm_position == "pre":  # no norm needs a layer's last product: not repeated
             repeated -= model.num_layers * 2 * model.d_model * model.inner_width * factor
     elif engine.activation_checkpointing == "segments":
         repeated = flops.forward - _output_flops(model)

@@ -1,8 +1,8 @@
 """A trained model for lm-eval, EleutherAI's evaluation harness, and the run of its tasks.
 
 lm-eval is an extra, so this module is imported when tasks run. Importing it registers the model as
-`xl-pretrain`. Memory is cached keys and values, so time is linear in a context's length, and no
-context is cut. Letters of shapes as in `pretrain.model`.
+`xl-pretrain`. A context of any length is read whole, segment by segment; memory caches keys and
+values, so time is linear in the length. Letters of shapes as in `pretrain.model`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMES_OF_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completi
 
 @register_model("xl-pretrain")
 class TrainedLM(TemplateLM):
-    """Scores and continues texts, each as a document after the end of another one."""
+    """Scores and continues texts, each read after an end-of-document token, as in training."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ def run_tasks(
 
 
 def load_tasks(tasks: Sequence[str]) -> None:
-    """Load tasks and their data; ConfigError or DataError if that fails, also for `!function`."""
+    """Load tasks and their data; ConfigError or DataError if that fails or needs `!function`."""
     with _one_line("load", tasks), _functions(are_run=False):
         _manager(_needs_defaults(tasks)).load(list(tasks))
 
@@ -294,7 +294,7 @@ def _one_line(what: str, tasks: Sequence[str]) -> Iterator[None]:
 
 
 def task_rows(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the rows of a table, heads first."""
+    """Return the rows of a table, its header first."""
     rows = [("task", "metric", "filter", "value", "standard error")]
     for task, metrics in results.items():
         for key, value in metrics.items():

@@ -2,8 +2,8 @@
 
 The loss over ln(rate) is flat at the bottom, rises slowly towards lower rates and steeply towards
 higher ones. So a parabola is fitted only to rates near the lowest loss, and the answer is a range
-of rates rather than one. Over several sizes (rungs) the rate is a power of N without embeddings.
-S marks runs.
+of rates rather than one. Over several sizes (rungs) the best rate is fitted as a power of N, the
+parameters without embeddings. In names of arrays, S is the axis of runs.
 """
 
 import math
@@ -26,8 +26,8 @@ FAR_RUNG = 4.0  # times the smallest or largest rung: beyond, a rate is extrapol
 FAR_TOKENS = 10.0  # times the fewest or most tokens of a rung: the best rate depends on them, too
 NEAR = 4.0  # rates within this factor of the one with the lowest loss shape the parabola
 FEWEST_RATES = 3
-DIVERGED = 1.5  # times the lowest loss: a higher rate whose run ends above has diverged
-TOLERABLE = 0.005  # of the loss: what a rate in the reported range may lose
+DIVERGED = 1.5  # times the lowest loss: above it, a run at a higher rate has diverged
+TOLERABLE = 0.005  # how much higher, relatively, the loss may be at a rate in the reported range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Optimum:
     rate: Interval
     loss: float  # at that rate
     low: float  # from here...
-    high: float  # ...to here a rate loses at most TOLERABLE
+    high: float  # ...to here the loss is at most TOLERABLE higher
     doubt: str = ""  # why there is no optimum, or no interval
 
     @property
@@ -62,10 +62,10 @@ class Tuned:
 
 
 def fit_rates(tokens_per_step: int, rates: Sequence[float], losses: Sequence[float]) -> Tuned:
-    """Return the valley of the losses over the rates, without runs that diverged.
+    """Return the valley of the losses over the rates, without diverged runs, which would bend it.
 
-    Those end without a loss, or far above the lowest at a higher rate, and would bend the parabola.
-    A far lower rate that ends as high only learns slowly. DataError for fewer than three rates.
+    A run diverged if it has no loss, or both a higher rate and a far higher loss than the best run.
+    A high loss at a lower rate is only slow learning. DataError for fewer than three rates.
     """
     order = np.argsort(rates, kind="stable")
     rates_S, loss_S = np.array(rates, float)[order], np.array(losses, float)[order]
@@ -96,7 +96,7 @@ def fit_rates(tokens_per_step: int, rates: Sequence[float], losses: Sequence[flo
 
 
 def _missing_rates(near: Array, best: float, diverged: Sequence[float]) -> str:
-    """Which rates to add for the lowest loss to have some on both sides; empty if it has."""
+    """Which rates to add so that the best one has neighbors on both sides; empty if it has them."""
     add = [best / 2] if near.min() == best else []
     if near.max() == best:
         too_high = min((rate for rate in diverged if rate > best), default=math.inf)
@@ -106,7 +106,7 @@ def _missing_rates(near: Array, best: float, diverged: Sequence[float]) -> str:
 
 
 def _optimum(rates_S: Array, loss_S: Array) -> Optimum:
-    """The lowest point of the parabola through these runs, with its interval by its scatter."""
+    """The lowest point of the parabola fitted to these runs; their scatter gives its interval."""
     x_S, num_runs = np.log(rates_S), len(rates_S)
     vertex, bottom, bend, apart = parabola(x_S, loss_S)
     if not (bend > 0 and bottom > 0) or apart > 1:
@@ -115,7 +115,7 @@ def _optimum(rates_S: Array, loss_S: Array) -> Optimum:
     error = math.nan
     if num_runs <= FEWEST_RATES:
         doubt = f"no interval: three runs determine a parabola; add rates near {value:.2g} or seeds"
-    else:  # the vertex moves by the slope there over the second derivative
+    else:  # an error of the slope moves the vertex by error / second derivative
         covariance = np.polyfit(x_S - vertex, loss_S, 2, cov=True)[1]
         error = math.sqrt(covariance[1, 1]) / bend
     rate = students(value, error, num_runs - 3)
@@ -135,7 +135,7 @@ def tuned_rates(rows: Sequence[Row]) -> Tuned:
 
 
 def rates_table(tuned: Tuned) -> list[list[str]]:
-    """Heads and rows: the mean loss over the seeds at each rate."""
+    """The mean loss over the seeds at each rate, as a table whose first row is its header."""
     rows = [["rate", f"{amount(tuned.tokens_per_step)} tokens a step"]]
     for rate in sorted({*tuned.rates_S.tolist(), *tuned.diverged}):
         loss_S = tuned.loss_S[tuned.rates_S == rate]
@@ -170,11 +170,11 @@ class Rung:
     body_parameters: float
     tokens: float
     rate: Interval
-    base_width: int = 0  # whose rates transfer to other widths; 0: they do not
+    base_width: int = 0  # muP's, if the rate transfers to other widths; 0: it does not
 
 
 def read_rungs(tables: Sequence[Path]) -> tuple[Rung, ...]:
-    """Return the rungs of tables of sweeps of rates, by size; ConfigError without a best rate."""
+    """Return a rung per table of a sweep of rates, by size; ConfigError if one has no best rate."""
     rungs = []
     for path in tables:
         rows = read_rows(path)
@@ -194,7 +194,7 @@ def read_rungs(tables: Sequence[Path]) -> tuple[Rung, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedRule:
-    """A rule for `with_budget`: the rungs' rate at any size, with the run's own lanes."""
+    """A rule for `with_budget` that takes the rate from the rungs and keeps the run's lanes."""
 
     rungs: tuple[Rung, ...]
     base_width: int = 0  # of the runs

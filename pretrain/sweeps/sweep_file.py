@@ -101,7 +101,7 @@ def write_sweep(path: Path, sweep: Sweep) -> None:
 
 
 def check_sweep_output(path: Path, name: str) -> None:
-    """Raise ConfigError unless a sweep can be written to `path`, which may have a planned one."""
+    """Raise ConfigError unless a sweep can be written to `path`, replacing only a planned one."""
     require_name("--name", name)
     check_output_file("--output", path, f"{name}.yaml")
     if path.exists() and not _is_planned_sweep(path):

@@ -53,8 +53,8 @@ class _Origin:
 def check_initial_weights(run: RunConfig) -> None:
     """Raise an error, before anything is written, if the run cannot start from its weights.
 
-    CheckpointError unless names and shapes fit the run's model and the weights were trained as the
-    same function; DataError if they were trained with another tokenizer.
+    CheckpointError unless names and shapes fit the run's model, and settings that no shape shows,
+    as the activation, are equal; DataError if the weights were trained with another tokenizer.
     """
     weights = run.initial_weights
     if weights is None:
@@ -98,10 +98,10 @@ def load_initial_weights(engine: Engine, run: RunConfig) -> None:
 
 
 def _kept(weights: Path) -> RunStep | None:
-    """Return the checkpoint that is named, or the latest of a run; None for an export."""
+    """Return the checkpoint that RUN@STEP names, or the latest one of RUN; None for an export."""
     head, at, step = str(weights).rpartition("@")
     run = Path(head) if at else weights
-    in_runs = run.parent / RUNS / run.name  # the path is absolute in a resolved run
+    in_runs = run.parent / RUNS / run.name  # for NAME, also once it was made absolute
     if not RunDir(run).exists() and RunDir(in_runs).exists():
         run = in_runs
     if is_export(weights) or not RunDir(run).exists():
