@@ -74,7 +74,7 @@ check: $(DEV_STAMP)  ## format, lint, types, structure, size of the packages, st
 # their ranks to start, so there is a worker more than cores, and at most four.
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 test: $(DEV_STAMP)  ## the whole suite, but for what needs a GPU or a Slurm of its own
-	python -m pytest -q -m "not gpu and not slurm" -n $(WORKERS) --dist loadfile \
+	python -m pytest -q -m "not gpu and not slurm and not transformers5" -n $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder --durations=10
 
 HYBRIDS := build/transformers-hybrids

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from foundation.errors import ConfigError
 from pretrain.model.transformers_modules import library
 
 SHAPE: dict[str, Any] = {
@@ -85,15 +83,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "positions",
     ),
 }  # fmt: skip
-
-
-def needs_transformers_5() -> pytest.MarkDecorator:
-    """Skip the tests of a module with a version that no model can be adopted with."""
-    try:
-        with library():
-            return pytest.mark.skipif(False, reason="")
-    except ConfigError as error:
-        return pytest.mark.skip(reason=str(error))
 
 
 @contextlib.contextmanager

@@ -23,9 +23,9 @@ from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import load_trained
 from pretrain.weights.huggingface.adoption import adopted_model, check_adopted
 from tests.helpers.corpora import some_texts, write_jsonl
-from tests.helpers.hybrids import RIGHT, WRONG, needs_transformers_5, random_model, save_random
+from tests.helpers.hybrids import RIGHT, WRONG, random_model, save_random
 
-pytestmark = needs_transformers_5()
+pytestmark = pytest.mark.transformers5
 EXACT = 1e-5
 
 
