@@ -599,6 +599,7 @@ class CheckpointHistory(HistoryMachine):
             self.problem("fetched-damaged", f"step {got[0]}, {end}")
         if elsewhere and (self.run_dir / "run.json").exists():
             self.told_by_ledger.add(wanted)  # with the event that the run came from there
+            self.asked = None  # the request is in the ledger of the directory that is left
             self._undo(wanted)
             for copy in (
                 self.copies[step_directory(self.checkpoints, wanted)],
