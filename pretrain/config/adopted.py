@@ -4,8 +4,6 @@
 `model.adopted`. No family is known by name: what lanes carry is what the model's own cache holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal

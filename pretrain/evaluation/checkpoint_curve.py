@@ -4,8 +4,6 @@ RUN/evaluations.jsonl has a line for each, in the format of metrics.jsonl. The r
 evaluations.csv show them, and TensorBoard does under the name tensorboard-checkpoints.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any

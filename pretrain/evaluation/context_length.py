@@ -7,8 +7,6 @@ that any of them reached with c, so that a weak model does not look good because
 gain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ number of ranks gives the same result up to the rounding of matrix products. N l
 other letters of shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

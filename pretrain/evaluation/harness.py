@@ -5,8 +5,6 @@ lm-eval is an extra, so this module is imported when tasks run. Importing it reg
 values, so time is linear in the length. Letters of shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

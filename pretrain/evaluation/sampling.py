@@ -4,8 +4,6 @@ Each token costs one forward pass of length 1 against cached keys and values, re
 the text already is. B samples, V vocabulary; other letters of shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

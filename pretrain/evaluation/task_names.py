@@ -1,7 +1,5 @@
 """Checks of lm-eval's tasks that need no import of lm-eval, which is slow and an extra."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -5,8 +5,6 @@ ranks a sign. So no watchdog takes their wait for a hang, and a request to stop 
 all ranks at the same batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random

@@ -6,8 +6,6 @@ same inputs give the same bits. CONFIGURATIONS fit every head width and GPU sinc
 selected by timing. A resume compares their `fingerprint`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

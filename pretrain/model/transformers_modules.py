@@ -4,8 +4,6 @@ Someone else's directory is read as JSON and safetensors alone: no code in it is
 fetched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """RUN@STEP, RUN@best and RUN@last: how a command line names a checkpoint of a run. Torch-free."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The weights of an adopted model: read from a Hugging Face directory, and written back."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping

@@ -8,8 +8,6 @@ DIR/config.json         the run's settings, the step, size and SHA-256 of each o
                         a hash of all these values
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """The weights that a run starts from: of an export, or of a checkpoint that a run has kept."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

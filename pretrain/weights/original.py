@@ -4,8 +4,6 @@ The mapping only splits and renames tensors, so it applies to gradients as well.
 read without executing anything in it. All of its tensors must be used, and no other ones needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ The weights are the model's own: its layers' inputs to attention, put through th
 attention itself uses. X bins of distances; other letters of shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field

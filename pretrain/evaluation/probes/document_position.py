@@ -7,8 +7,6 @@ and intervals of proportions.
 shapes as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

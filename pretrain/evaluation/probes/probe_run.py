@@ -1,7 +1,5 @@
 """The probes of one model, and their results as numbers and as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean

@@ -11,8 +11,6 @@ every model that cannot see the first occurrence. Tokens are drawn as ids, so an
 B lanes, J scored tokens of each, X candidates; other letters as in `pretrain.model`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

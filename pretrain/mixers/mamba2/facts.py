@@ -3,8 +3,6 @@
 n heads, d d_model, h the width of a state, v of all heads' values, w of all groups' B.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from foundation.errors import ConfigError

@@ -4,8 +4,6 @@ An export must run without this project and compute what it computes. So it gets
 source, copied definition by definition: there is no second implementation to keep equal.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ DIR/tokenizer.model or tokenizer.json, tokenizer_config.json    the tokenizer of
 DIR/README.md              the model card
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path

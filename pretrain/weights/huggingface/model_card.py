@@ -1,7 +1,5 @@
 """The model card of an export, filled in with what is known about the run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

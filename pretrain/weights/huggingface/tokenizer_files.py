@@ -1,7 +1,5 @@
 """The tokenizer of an export, as far as transformers has its kind."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
