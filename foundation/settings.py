@@ -6,8 +6,6 @@ set the same key, the last one wins, and `a.b=value` overrides win over all file
 reported together, up to MOST_PROBLEMS.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools
@@ -26,7 +24,7 @@ from foundation.errors import ConfigError, did_you_mean, shown
 from foundation.paths import path_text
 from foundation.sizes import is_like_size, parse_size, size_example
 from foundation.typed_values import InvalidValue, Problem, from_tree, is_sha256
-from foundation.yaml_files import WrittenFloat, WrittenInt, merge, parse_override, read_tree
+from foundation.yaml_files import WrittenFloat, WrittenInt, merge, parse_overrides, read_tree
 
 COMMAND_LINE = "command line"
 MOST_PROBLEMS = 20  # problems that one message lists
@@ -281,8 +279,7 @@ def load_config(
     ConfigError lists the file's problems first, then, under `overridden_by`, the overrides'.
     """
     tree = read_tree(Path(path))
-    for override in overrides:
-        merge(tree, parse_override(override))
+    merge(tree, parse_overrides(overrides))
     value, problems = _checked(schema, tree)
     if not problems:
         return value

@@ -3,12 +3,10 @@
 No other module imports PyYAML, and this one does it late: commands that read no file start fast.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -260,6 +258,14 @@ def parse_override(override: str) -> Tree:
     for name in reversed(names):
         value = {name: value}
     return value
+
+
+def parse_overrides(overrides: Iterable[str]) -> Tree:
+    """Return `a.b=value` overrides as one tree; the last of a setting holds."""
+    tree: Tree = {}
+    for override in overrides:
+        merge(tree, parse_override(override))
+    return tree
 
 
 def merge(into: Tree, tree: Mapping[str, Any]) -> None:

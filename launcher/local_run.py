@@ -45,13 +45,14 @@ def train_here(
             run_dir.path,
         )
         return 0
-    with_vocabulary(config)  # ConfigError for a corpus that is absent, again before any rank starts
+    # ConfigError for a corpus that is absent, again before any rank starts.
+    known = with_vocabulary(config)
     try:
         with stop, run_dir.locked(HOLDER):
             if from_step is not None:
                 run_dir.ask_to_resume_from(from_step)
             if forecast:
-                run_dir.sign_forecast(forecast, with_vocabulary(config))
+                run_dir.sign_forecast(forecast, known)
             start = starter(command, num_ranks, run_dir)
             return Supervisor(run_dir, start, policy, stop).run()
     finally:

@@ -21,7 +21,7 @@ from foundation.cli import check_least
 from foundation.errors import ConfigError
 from foundation.progress import StatusLine
 from foundation.settings import MOST_THREADS, parse_config
-from foundation.yaml_files import merge, parse_override, read_tree
+from foundation.yaml_files import merge, parse_overrides, read_tree
 
 # Settings without a default, with their flags.
 FLAGS = {"input": "--input PATH", "output": "--output DIR"}
@@ -128,9 +128,7 @@ def _corpus_config(arguments: argparse.Namespace) -> CorpusConfig:
             "let one extend the other"
         )
     tree = read_tree(Path(files[0])) if files else {}
-    for text in words:
-        if "=" in text:
-            merge(tree, parse_override(text))
+    merge(tree, parse_overrides(text for text in words if "=" in text))
     flags = {"input": inputs, "output": arguments.output}
     merge(tree, {name: value for name, value in flags.items() if value})
     for name in LISTS:

@@ -7,19 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_pipeline.config import CacheConfig
-from data_pipeline.corpora.manifest import read_manifest
-from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from foundation.errors import ConfigError
-from foundation.files import refuse_overwrite, write_new
+from foundation.files import write_new
 from foundation.paths import absolute
-from foundation.settings import parse_config, require_name
+from foundation.settings import parse_config
 from foundation.typed_values import to_tree
-from foundation.yaml_files import merge, parse_override, require_yaml_name
+from foundation.yaml_files import merge, parse_overrides
 from pretrain.config.resolve import resolve
 from pretrain.config.run import DataConfig, RunConfig
-from pretrain.scaling.new_experiment import TrainingText, commented_lines, fitting_batch
-from pretrain.terminal.text import counted, si
+from pretrain.scaling.new_experiment import (
+    TrainingText,
+    check_new_file,
+    commented_lines,
+    fitting_batch,
+    next_step,
+)
 
 if TYPE_CHECKING:
     from pretrain.model.adopted import AdoptedModel
@@ -53,26 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check that the model carries its state correctly, measure it, and write the experiment."""
     file: Path = arguments.output
-    require_yaml_name(file)
-    refuse_overwrite(file)
-    require_name("the experiment's file name", file.stem)
-    path = absolute(arguments.corpus)
-    manifest = read_manifest(local_corpus_directory(path, CacheConfig()) / "train")
-    text = TrainingText(
-        path=path,
-        tokens=manifest.tokens,
-        longest_document=manifest.longest_whole,
-        vocab_size=manifest.vocab_size,
-    )
+    check_new_file(file)
+    text = TrainingText.of_corpus(arguments.corpus)
     from pretrain.weights.huggingface.adoption import adopted_model, check_adopted  # imports torch
 
     module = adopted_model(arguments.directory)
     for check in check_adopted(module):
         if not check.passed:
-            result = check.note or f"{check.found:.2g}, at most {check.limit:g}"
             raise ConfigError(
                 f"{arguments.directory} does not carry its state correctly ({check.name}): "
-                f"{check.meaning}: {result}; 'pretrain check-mixer --model' shows all checks"
+                f"{check.description}; 'pretrain check-mixer --model' shows all checks"
             )
     config = _experiment(arguments, file.stem, module, text)
     shown: dict[str, Any] = {"name": config.name, "initial_weights": str(config.initial_weights)}
@@ -82,16 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     shown["data"] = {name: tree["data"][name] for name in ("path", "lanes", "segment_length")}
     shown["optim"] = {name: tree["optim"][name] for name in _OPTIM}
     shown["checkpoint"] = {"interval": config.checkpoint.interval}
-    given: dict[str, Any] = {}
-    for override in arguments.overrides:
-        merge(given, parse_override(override))
-    merge(shown, given)
+    merge(shown, parse_overrides(arguments.overrides))
     write_new(file, "\n".join([*commented_lines(shown, _COMMENTS), ""]))
-    tokens = config.optim.steps * config.tokens_per_step
-    print(
-        f"{file}: {counted(config.optim.steps, 'step')} of {config.tokens_per_step:,} tokens, "
-        f"{si(tokens)}tokens in all; next: launcher local {file} --ranks 2"
-    )
+    print(next_step(file, config))
     return 0
 
 
@@ -108,6 +93,5 @@ def _experiment(
         "optim": _OPTIM,
         "checkpoint": {"interval": STEPS // 5},
     }
-    for override in arguments.overrides:
-        merge(tree, parse_override(override))
+    merge(tree, parse_overrides(arguments.overrides))
     return resolve(parse_config(RunConfig, tree, "command line"))

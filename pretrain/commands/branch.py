@@ -8,7 +8,7 @@ from foundation.cli import add_overrides
 from foundation.errors import ConfigError
 from foundation.settings import COMMAND_LINE, parse_config
 from foundation.typed_values import to_tree
-from foundation.yaml_files import merge, parse_override
+from foundation.yaml_files import merge, parse_overrides
 from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig
 from pretrain.rundir.branch import begin_branch
@@ -34,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{trunk}: expected a step of the run, such as {trunk}@last")
     source, new = RunDir.open(trunk), arguments.new
     tree = to_tree(replace(source.settings_at(step), name=new.name))
-    for override in arguments.overrides:
-        merge(tree, parse_override(override))
+    merge(tree, parse_overrides(arguments.overrides))
     config = parse_config(RunConfig, tree, f"{COMMAND_LINE} (over {arguments.trunk})")
     directory = new if len(new.parts) > 1 else RUNS / new
     begin_branch(with_absolute_paths(config), directory, trunk, step)

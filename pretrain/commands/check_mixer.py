@@ -6,7 +6,7 @@ from typing import Any
 
 from foundation.cli import Answer, add_json, check_least
 from foundation.errors import ConfigError
-from foundation.yaml_files import merge, parse_override
+from foundation.yaml_files import parse_overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Return what each check found; the exit status is 0 if all passed, 1 if not."""
     check_least(arguments, 0, "seed")
-    tree: dict[str, Any] = {}
-    for override in arguments.overrides:
-        merge(tree, parse_override(override))
+    tree = parse_overrides(arguments.overrides)
     if others := sorted(tree.keys() - {"model"}):
         raise ConfigError(f"{others[0]}: not a setting of the model; use model.KEY=VALUE")
     if bool(arguments.kind) == bool(arguments.model):
@@ -48,5 +46,4 @@ def _checks(arguments: argparse.Namespace, settings: Any) -> list[Any]:
 
 def _line(check: Any) -> str:
     status = "ok    " if check.passed else "FAILED"
-    result = check.note or f"{check.found:.2g}, at most {check.limit:g}"
-    return f"{status}  {check.name:<11} {check.meaning}: {result}"
+    return f"{status}  {check.name:<11} {check.description}"

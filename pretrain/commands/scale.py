@@ -59,6 +59,8 @@ def check_question(arguments: argparse.Namespace) -> list[str]:
         check_amount(name, asked[name])
     if given not in ([], ["flops"], ["params", "tokens"]):
         raise ConfigError("give --flops, or --params and --tokens together, not all")
+    if arguments.law and "params" in given:
+        raise ConfigError("--law has no effect with --params and --tokens: leave it out")
     return given
 
 

@@ -4,8 +4,6 @@ import argparse
 import math
 from pathlib import Path
 
-import numpy as np
-
 from foundation.cli import Answer, add_json, check_output_directory, check_output_file
 from foundation.errors import ConfigError, DataError
 from foundation.files import YAML_SUFFIXES, make_directory, refuse_overwrite, write_text
@@ -94,12 +92,18 @@ def points_of(arguments: argparse.Namespace) -> Points:
     return read_points(arguments.runs, Columns.parse(arguments.column))
 
 
+def add_law(parser: argparse.ArgumentParser) -> None:
+    """Define `--law`."""
+    words = "law to answer by (default: the first, for a forecast the first with an interval)"
+    parser.add_argument("--law", choices=list(TITLES), default="", help=words)
+
+
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain scale fit`."""
     add_runs(parser)
     add_question(parser)
+    add_law(parser)
     add = parser.add_argument
-    add("--law", choices=list(TITLES), default="", help="law to answer by (default: the first)")
     add("--experiment", type=Path, metavar="FILE", help="whose family of shapes is chosen from")
     add("--write", type=Path, metavar="FILE", help="experiment file to write of the nearest run")
     add_family(parser)
@@ -116,10 +120,7 @@ def run_fit(arguments: argparse.Namespace) -> Answer:
     if arguments.experiment:
         base = with_vocabulary(load_config(RunConfig, arguments.experiment))
     fit = fit_all(points_of(arguments))
-    law = fit.approach(arguments.law)
-    if arguments.law and law is None:
-        why = fit.unavailable[arguments.law]
-        raise ConfigError(f"law {arguments.law!r} is not available for these runs: {why}")
+    law = named_law(fit, arguments.law)
     is_refused = bool(fit.none_because) and not (law or arguments.force)
     lines = []
     if not is_refused and arguments.params:
@@ -131,6 +132,14 @@ def run_fit(arguments: argparse.Namespace) -> Answer:
         lines.append(ratio_line(fit, flops, arguments.ratio))
     text = fit_lines(fit, flops, arguments.verbose, law, arguments.force)
     return Answer("\n".join([*text, *lines]), fit_tree(fit, flops), int(bool(fit.none_because)))
+
+
+def named_law(fit: Fit, key: str) -> Approach | None:
+    """Return the law of `--law`, None without one; ConfigError if these runs do not allow it."""
+    if key in fit.unavailable:
+        why = fit.unavailable[key]
+        raise ConfigError(f"law {key!r} is not available for these runs: {why}")
+    return fit.approach(key)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -149,14 +158,12 @@ def _check(arguments: argparse.Namespace) -> None:
         check_amount("ratio", arguments.ratio)
         if asked != ["flops"]:
             raise ConfigError("--ratio is for the run of a budget: add --flops")
-    if arguments.law and arguments.params:
-        raise ConfigError("--law has no effect with --params and --tokens: leave it out")
 
 
 def _single_run(fit: Fit, arguments: argparse.Namespace) -> Answer:
     law, size, tokens = law_of_runs(fit), arguments.params, arguments.tokens
     reasons = refuse_wild(run_doubts(fit, size, tokens), arguments.force)
-    flops = float(np.exp(fit.flops_law.log_flops(np.log(size), np.log(tokens))))
+    flops = fit.flops_law.flops(size, tokens)
     loss = fit.beyond_runs(loss_interval(law, size, tokens), flops)
     asked = f"N = {amount(size)} over D = {amount(tokens)} ({flops:.3g} FLOPs)"
     lines = [f"loss of {asked} by {law.title}: {shown(loss, as_loss)}", *reasons]

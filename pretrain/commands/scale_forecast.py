@@ -7,11 +7,11 @@ from foundation.cli import Answer, add_json, check_output_file
 from foundation.errors import ConfigError
 from foundation.files import refuse_overwrite
 from pretrain.commands.scale import add_question, add_runs, check_question
-from pretrain.commands.scale_fit import points_of
+from pretrain.commands.scale_fit import add_law, named_law, points_of
 from pretrain.rundir.run_paths import run_path
-from pretrain.scaling.fit import TITLES, Fit, doubts, fit_all, law_of_runs, refuse_wild, run_doubts
+from pretrain.scaling.fit import Fit, doubts, fit_all, refuse_wild, run_doubts
 from pretrain.scaling.forecast import (
-    card_lines,
+    card_line,
     grade_lines,
     grade_run,
     make_card,
@@ -28,8 +28,8 @@ def add_forecast_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain scale forecast`."""
     add_runs(parser)
     add_question(parser)
+    add_law(parser)
     add = parser.add_argument
-    add("--law", choices=list(TITLES), default="", help="law to forecast by (default: the first)")
     add("-o", "--output", type=Path, required=True, metavar="CARD", help="YAML file to write")
 
 
@@ -43,24 +43,18 @@ def run_forecast(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output {output}: expected a name that ends in .yaml")
     refuse_overwrite(output)
     fit = fit_all(points_of(arguments))
-    law = fit.approach(arguments.law) if arguments.law else first_with_interval(fit)
-    if law is None:
-        why = fit.unavailable[arguments.law]
-        raise ConfigError(f"law {arguments.law!r} is not available for these runs: {why}")
     if asked == ["flops"]:
+        law = named_law(fit, arguments.law) or first_with_interval(fit)
         reasons = doubts(fit, arguments.flops, law)
         card = make_card(fit, law, arguments.runs, arguments.flops)
-    elif arguments.law:
-        raise ConfigError("--law has no effect with --params and --tokens: leave it out")
     else:
-        law = law_of_runs(fit)
         reasons = run_doubts(fit, arguments.params, arguments.tokens)
         card = make_run_card(fit, arguments.runs, arguments.params, arguments.tokens)
     if fit.none_because and not arguments.law:
         reasons.append(f"none of these laws describes these runs: {fit.none_because}")
     lines = refuse_wild(reasons, arguments.force)
     write_card(card, output)
-    print("\n".join([*card_lines(card), *backtest_lines(fit, law), *lines]))
+    print("\n".join([card_line(card), *backtest_lines(card.backtests), *lines]))
     print(f"card: {output}; before the run starts: launcher submit RUN.yaml --forecast {output}")
     return 0
 
@@ -81,6 +75,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_grade(arguments: argparse.Namespace) -> Answer:
     """Return the grade, and write it beside the card; status 1 if the loss is outside."""
-    card, grade = read_card(arguments.card), grade_run(arguments.card, arguments.run)
+    card = read_card(arguments.card)
+    grade = grade_run(arguments.card, card, arguments.run)
     write_grade(arguments.card, grade)
     return Answer("\n".join(grade_lines(card, grade)), grade, int(not grade.is_inside))

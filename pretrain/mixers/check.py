@@ -34,6 +34,10 @@ LONG, LONG_SEGMENT = 100_000, 1000  # tokens
 FLOPS_LIMIT, BYTES_LIMIT = 0.01, 0.05  # relative differences
 
 
+# What a check compares, the limit of the difference, and the function that measures it.
+Measure = tuple[str, float, "Callable[[Any], float | Compared]"]
+
+
 @dataclass(frozen=True)
 class Check:
     """What a check found; it passes up to its limit. NaN and infinity never pass."""
@@ -48,9 +52,10 @@ class Check:
     def passed(self) -> bool:
         return self.found <= self.limit
 
-
-# What a check compares, the limit of the difference, and the function that measures it.
-Measure = tuple[str, float, "Callable[[Any], float | Compared]"]
+    @property
+    def description(self) -> str:
+        """What was compared, and the result."""
+        return f"{self.meaning}: {self.note or f'{self.found:.2g}, at most {self.limit:g}'}"
 
 
 class Compared(NamedTuple):
@@ -366,12 +371,15 @@ def bytes_kept_by(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
     return sum(kept[place].untyped_storage().nbytes() for place in kept.keys() - weights)
 
 
-def _lane_bytes(subject: Subject) -> float:
+def lane_bytes_off(memory: Memory, config: ModelConfig) -> float:
     """Return by how many bytes a lane's full memory differs from the facts, in float32."""
-    config = replace(subject.config, memory_length=16)
-    _, memory = subject.layers_read(model=subject.other_model(memory_length=16).float())
     carried = sum(part[0].numel() * part.element_size() for part in memory)
     return abs(carried - MemoryLayout(config).parts.num_bytes(4))
+
+
+def _lane_bytes(subject: Subject) -> float:
+    _, memory = subject.layers_read(model=subject.other_model(memory_length=16).float())
+    return lane_bytes_off(memory, replace(subject.config, memory_length=16))
 
 
 def _parameters(subject: Subject) -> float:

@@ -1,10 +1,11 @@
-"""Functions of a layer, compiled by torch in training (`engine.compile`)."""
+"""How functions of a model run in training: compiled by torch, or again in the backward pass."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import ConfigError
 
@@ -20,6 +21,16 @@ def compiled_if(compiles: bool, function: Callable[..., Any]) -> Callable[..., A
     if not (compiles and torch.is_grad_enabled()):
         return function
     return functools.partial(_run_compiled, function)
+
+
+def recomputed_if(recomputes: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, whose activations are computed again in a backward pass that needs them.
+
+    Random states are not restored: dropout masks are functions of the step (`DropoutStream`).
+    """
+    if not (recomputes and torch.is_grad_enabled()):
+        return function
+    return functools.partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
 def _run_compiled(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:

@@ -11,17 +11,15 @@ the next gradient that most of the gradient is rounded away: the error grows wit
 chunks. The sum in float32 is rounded once, at the end.
 """
 
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
-from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model import ModelConfig
+from pretrain.model.compiled import recomputed_if
 from pretrain.model.parameters import normal, zeros
 
 _NO_TARGET = -(2**63)  # no target has this `ignore_index`; torch's, -100, could hide a wrong one
@@ -211,9 +209,7 @@ class AdaptiveSoftmax(nn.Module):
         if targets_T.is_cpu and len(targets_T):  # on a GPU the host would have to wait for it
             self._refuse_unknown(*targets_T.aminmax())
         size = self._chunk_tokens or len(targets_T)
-        nll: Callable[..., Any] = self._nll
-        if size < len(targets_T) and torch.is_grad_enabled():
-            nll = partial(checkpoint, nll, use_reentrant=False, preserve_rng_state=False)
+        nll = recomputed_if(size < len(targets_T), self._nll)
         chunks = list(zip(hidden_TD.split(size), targets_T.split(size), strict=True))
         sums = GradientSums(len(chunks))
         return torch.cat([nll(*chunk, sums) for chunk in chunks]).view(targets_BL.shape)

@@ -5,8 +5,10 @@ queries, keys), or in the convolution the channels.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad, relu
+
+from pretrain.model.parameters import uniform
 
 SOFTPLUS_LINEAR = 40.0  # from here on log(1 + exp(x)) is x, also in float64
 
@@ -23,6 +25,16 @@ def softplus(values: Tensor) -> Tensor:
 def sigmoid(values: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x)), see `softplus`."""
     return (-softplus(-values)).exp()
+
+
+def decay_parameters(rates: int, biases: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return A and b as Mamba-2 draws them, for decays such as exp(-exp(A) softplus(x + b)).
+
+    exp(A) is uniform, and softplus(b) is between 0.001 and 0.1, uniform in its logarithm. The
+    slowest heads forget a token's trace after a thousand tokens.
+    """
+    rate = nn.Parameter(uniform(rates, low=1.0, high=16.0).log())
+    return rate, nn.Parameter(uniform(biases, low=-6.908, high=-2.303).exp().expm1().log())
 
 
 def is_new_BL1(documents_BL: Tensor) -> Tensor:

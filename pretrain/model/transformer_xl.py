@@ -3,17 +3,16 @@
 Letters of shapes as in `pretrain.model`.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import ConfigError
 from pretrain.config.model import POSITIONS, ActivationCheckpointing, AttentionKernel, ModelConfig
+from pretrain.model.compiled import recomputed_if
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
 from pretrain.model.layer import new_layer
@@ -170,11 +169,8 @@ class TransformerXL(nn.Module):
         if starts_BL is not None:
             starts = starts_BL.chunk(num_segments, dim=1)
         hidden, errors = [], []
-        read = self._read_segment
-        if self.activation_checkpointing == "segments" and torch.is_grad_enabled():
-            # Keeps the memory between segments; the backward pass reads them again, last first.
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            read = functools.partial(checkpoint, self._read_segment, **options)
+        # Keeps the memory between segments; the backward pass reads them again, last first.
+        read = recomputed_if(self.activation_checkpointing == "segments", self._read_segment)
         for number, part_BL in enumerate(tokens_BL.chunk(num_segments, dim=1)):
             masks = dropout.of_segment(number) if dropout and self.training else None
             is_last = number == num_segments - 1
@@ -222,9 +218,7 @@ class TransformerXL(nn.Module):
         """Run a layer's module, with full activation checkpointing if set."""
         # Options are keyword arguments: DeepSpeed's hooks inspect the positional ones and support
         # tensors only.
-        if self.activation_checkpointing != "full" or not torch.is_grad_enabled():
-            return module(*inputs, **options)
-        return checkpoint(module, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+        return recomputed_if(self.activation_checkpointing == "full", module)(*inputs, **options)
 
     def _segment(
         self,

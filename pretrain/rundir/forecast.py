@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from foundation.errors import ConfigError, DataError
 from foundation.typed_values import InvalidValue, from_tree
@@ -12,8 +13,16 @@ from foundation.yaml_files import read_tree
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import run_cost
 
+Card = TypeVar("Card", bound="HasFormat")
 FORMAT = 1
 SAME = 1.1  # times the forecast number, either way: a run beyond is another question
+
+
+class HasFormat(Protocol):
+    """A card, or what a reader needs of it."""
+
+    @property
+    def format(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -34,14 +43,20 @@ class ForecastRun:
     tokens: Number
 
 
+def read_forecast(path: Path, kind: type[Card], *, is_open: bool = False) -> Card:
+    """Return a card as this type; DataError for any other file. `is_open`: it may have more."""
+    try:
+        card = from_tree(kind, read_tree(path), is_open=is_open, is_finite=True)
+    except InvalidValue as error:
+        raise DataError(f"{path} is no forecast card: {error}") from None
+    if card.format != FORMAT:
+        raise DataError(f"{path}: found format {card.format}, expected {FORMAT}")
+    return card
+
+
 def check_subject(card: Path, config: RunConfig) -> None:
     """Raise ConfigError unless the card is about such a run, and DataError if it is no card."""
-    try:
-        subject = from_tree(ForecastRun, read_tree(card), is_open=True, is_finite=True)
-    except InvalidValue as error:
-        raise DataError(f"{card} is no forecast card: {error}") from None
-    if subject.format != FORMAT:
-        raise DataError(f"{card}: found format {subject.format}, expected {FORMAT}")
+    subject = read_forecast(card, ForecastRun, is_open=True)
     cost = run_cost(config)
     pairs = {"FLOPs": (cost.flops, subject.flops)}
     if subject.is_of_run:  # its FLOPs may be counted otherwise in the table of runs

@@ -17,6 +17,7 @@ from foundation.errors import DataError
 from pretrain.scaling.frontier import (
     Fitted,
     FrontierFit,
+    Valley,
     fit_isoflop,
     fit_lowest_runs,
 )
@@ -62,13 +63,8 @@ def left_out_errors(points: Points, laws: Mapping[str, Fitted]) -> dict[str, tup
     is_checked_P = points.budget_P >= budgets[first]
     top, (below, _) = points.take(is_checked_P), estimate(points.take(~is_checked_P))
     predicted = {key: law.losses(top) for key, law in below.items() if key != "lowest"}
-    off_P = np.concatenate(
-        [
-            np.abs(np.log(top.parameters_P[top.budget_P == budget] / size))
-            for budget, size in zip(top.budgets, _best_sizes(top, laws), strict=True)
-        ]
-    )
-    off_P = off_P[np.argsort(np.argsort(top.budget_P, kind="stable"), kind="stable")]
+    best_P = np.array(_best_sizes(top, laws))[np.searchsorted(top.budgets, top.budget_P)]
+    off_P = np.abs(np.log(top.parameters_P / best_P))
     is_known_P = np.all([np.isfinite(loss_P) for loss_P in predicted.values()] or [True], axis=0)
     near_P = is_known_P & (off_P <= np.log(NEAR))
     if not near_P.any():
@@ -86,14 +82,17 @@ def left_out_errors(points: Points, laws: Mapping[str, Fitted]) -> dict[str, tup
 
 def _best_sizes(top: Points, laws: Mapping[str, Fitted]) -> list[float]:
     """Return the vertex of each budget's valley, or the size of its lowest run."""
-    isoflop = laws.get("isoflop")
-    used = isoflop.used if isinstance(isoflop, FrontierFit) else []
-    vertices = {valley.budget: valley.parameters for valley in used}
+    vertices = {valley.budget: valley.parameters for valley in _used_valleys(laws)}
     sizes = []
     for budget in top.budgets.tolist():
         mine = top.take(top.budget_P == budget)
         sizes.append(vertices.get(budget, float(mine.parameters_P[mine.loss_P.argmin()])))
     return sizes
+
+
+def _used_valleys(laws: Mapping[str, Fitted]) -> list[Valley]:
+    isoflop = laws.get("isoflop")
+    return isoflop.used if isinstance(isoflop, FrontierFit) else []
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,7 @@ def backtests(points: Points, laws: Mapping[str, Fitted]) -> dict[str, list[Back
     tests: dict[str, list[Backtest]] = {}
     top = float(points.budgets[-1])
     last = points.take(points.budget_P == top)
-    isoflop = laws.get("isoflop")
-    used = isoflop.used if isinstance(isoflop, FrontierFit) else []
-    valley = next((item for item in used if item.budget == top), None)
+    valley = next((item for item in _used_valleys(laws) if item.budget == top), None)
     for cut in sorted({_largest_below(points, top / times) for times in TIMES} - {0.0})[::-1]:
         below = points.take(points.budget_P <= cut)
         if len(below.budgets) < FEWEST_GROUPS:

@@ -125,11 +125,10 @@ class Fit:
         Beyond the largest budget their intervals are widened by what laws have missed on published
         sweeps at such a distance.
         """
-        at, far = float(np.log(flops)), math.log(max(flops / self.largest, 1.0))
-        off = SIZE_OFF * math.sqrt(far)
+        at, (off, _) = float(np.log(flops)), self.missed(flops)
         size, tokens = approach.parameters(at), approach.tokens(at, self.flops_law)
         loss = approach.loss(at)
-        if isinstance(approach.line, Frontier) and far and math.isfinite(loss.value):
+        if isinstance(approach.line, Frontier) and off and math.isfinite(loss.value):
             loss = approach.line.loss_interval(at)
         if approach.no_interval:
             return size, tokens, loss
@@ -137,7 +136,14 @@ class Fit:
 
     def beyond_runs(self, loss: Interval, flops: float) -> Interval:
         """Return a loss at C FLOPs with its interval, widened as in `optimum`."""
-        return widened(loss, LOSS_OFF * math.log(max(flops / self.largest, 1.0)))
+        return widened(loss, self.missed(flops)[1])
+
+    def missed(self, flops: float) -> tuple[float, float]:
+        """Return what laws missed on published sweeps so far beyond the runs, as logarithms: of N*
+        and of the loss.
+        """
+        far = math.log(max(flops / self.largest, 1.0))
+        return SIZE_OFF * math.sqrt(far), LOSS_OFF * far
 
     @property
     def valleys(self) -> tuple[Valley, ...]:
@@ -445,7 +451,7 @@ def doubts(fit: Fit, flops: float, approach: Approach) -> list[str]:
 def run_doubts(fit: Fit, parameters: float, tokens: float) -> list[str]:
     """Return reasons not to rely on this fit for the loss of one run."""
     points = fit.points
-    flops = float(np.exp(fit.flops_law.log_flops(np.log(parameters), np.log(tokens))))
+    flops = fit.flops_law.flops(parameters, tokens)
     reasons = [
         *_outside("FLOPs", flops, points.flops_P, LIMITS.furthest),
         *_outside("parameters", parameters, points.parameters_P, LIMITS.furthest_axis),

@@ -5,6 +5,7 @@ rests on. `launcher submit --forecast CARD` puts the card's hash into the ledger
 starts. Its grade, beside the card as `NAME.grade.json`, says whether the measured loss is inside.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ import numpy as np
 
 from foundation.errors import ConfigError, DataError
 from foundation.files import read_value, sha256_of, write_json, write_new
-from foundation.typed_values import InvalidValue, from_tree, to_tree
-from foundation.yaml_files import dump_yaml, read_tree
+from foundation.typed_values import to_tree
+from foundation.yaml_files import dump_yaml
 from pretrain.costs.flops import run_cost
 from pretrain.rundir.code_version import code_version
 from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.rundir.events import Forecast, TrainingBegan
-from pretrain.rundir.forecast import FORMAT, check_subject
+from pretrain.rundir.forecast import FORMAT, check_subject, read_forecast
 from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.backtest import Backtest
@@ -80,7 +81,7 @@ def make_run_card(fit: Fit, table: Path, parameters: float, tokens: float) -> Fo
     """
     laws = (law for law in fit.approaches if isinstance(law.line, LawLine) and law.left_out)
     law = next(laws, None) or law_of_runs(fit)
-    flops = float(np.exp(fit.flops_law.log_flops(np.log(parameters), np.log(tokens))))
+    flops = fit.flops_law.flops(parameters, tokens)
     loss = fit.beyond_runs(loss_interval(law, parameters, tokens), flops)
     exact = (Interval(value, value, value) for value in (parameters, tokens))
     return _card(fit, law, table, flops, (*exact, loss), is_of_run=True)
@@ -128,21 +129,15 @@ def write_card(card: ForecastCard, path: Path) -> None:
 
 def read_card(path: Path) -> ForecastCard:
     """Return a card; DataError for any other file."""
-    try:
-        card = from_tree(ForecastCard, read_tree(path), is_finite=True)
-    except InvalidValue as error:
-        raise DataError(f"{path} is no forecast card: {error}") from None
-    if card.format != FORMAT:
-        raise DataError(f"{path}: found format {card.format}, expected {FORMAT}")
-    return card
+    return read_forecast(path, ForecastCard)
 
 
-def grade_run(path: Path, run: Path) -> Grade:
-    """Return how the run came out, by its last evaluation on the validation split.
+def grade_run(path: Path, card: ForecastCard, run: Path) -> Grade:
+    """Return how the card's run came out, by its last evaluation on the validation split.
 
     ConfigError while it is not finished, if it is not the forecast one, or another was graded.
     """
-    card, run_dir = read_card(path), RunDir.open(run)
+    run_dir = RunDir.open(run)
     config, sha256 = run_dir.config, sha256_of(path)
     steps = config.optim.steps
     ends = [
@@ -156,20 +151,18 @@ def grade_run(path: Path, run: Path) -> Grade:
             f"{run} has no finite loss of its last step, {steps:,}; grade it when it is finished"
         )
     check_subject(path, config)
-    grade_path = _grade_path(path)
-    before = read_value(Grade, grade_path) if grade_path.exists() else None
+    before = _grade_of(path)
     if before and before.run != str(run_dir.path):
         raise ConfigError(
-            f"{grade_path} has the grade of {before.run}; to grade another run, remove it"
+            f"{_grade_path(path)} has the grade of {before.run}; to grade another run, remove it"
         )
     cost, text = run_cost(config), EvaluatedText.of_line(ends[-1])
     ledger = run_dir.ledger.read()
-    told = [event for event in ledger if isinstance(event, Forecast | TrainingBegan)]
-    first = next((i for i, event in enumerate(told) if isinstance(event, TrainingBegan)), None)
+    early = itertools.takewhile(lambda event: not isinstance(event, TrainingBegan), ledger)
     return Grade(
         card_sha256=sha256,
         run=str(run_dir.path),
-        is_signed=sha256 in [event.sha256 for event in find_events(told[:first], Forecast)],
+        is_signed=sha256 in [item.sha256 for item in find_events([*early], Forecast)],
         flops=float(cost.flops),
         parameters=cost.parameters,
         loss=float(loss),
@@ -189,16 +182,22 @@ def _grade_path(card: Path) -> Path:
     return card.with_suffix(".grade.json")
 
 
-def card_lines(card: ForecastCard) -> list[str]:
+def _grade_of(card: Path) -> Grade | None:
+    """Return the grade beside a card, if there is one."""
+    path = _grade_path(card)
+    return read_value(Grade, path) if path.exists() else None
+
+
+def card_line(card: ForecastCard) -> str:
     """Describe a card."""
     run = f"N {shown(card.parameters, as_size)}, D {shown(card.tokens, as_size)}"
     if card.is_of_run:
         run = f"N {amount(card.parameters.value)}, D {amount(card.tokens.value)}"
     times = card.flops / card.largest_budget
-    return [
+    return (
         f"forecast: loss {shown(card.loss, as_loss)} at {card.flops:.3g} FLOPs, {times:.3g} times "
         f"the largest of {counted(card.runs, 'run')}; {run}"
-    ]
+    )
 
 
 def grade_lines(card: ForecastCard, grade: Grade) -> list[str]:
@@ -222,10 +221,11 @@ def read_grades(directory: Path) -> list[tuple[str, ForecastCard, Grade | None]]
     """
     graded = []
     for path in sorted(directory.glob("*.yaml")):
-        card, grade_path = read_card(path), _grade_path(path)
-        grade = read_value(Grade, grade_path) if grade_path.exists() else None
+        card, grade = read_card(path), _grade_of(path)
         if grade and grade.card_sha256 != sha256_of(path):
-            raise DataError(f"{path} is not the card that {grade_path.name} graded; grade it again")
+            raise DataError(
+                f"{path} is not the card that {_grade_path(path).name} graded; grade it again"
+            )
         graded.append((path.stem, card, grade))
     return graded
 
@@ -247,10 +247,8 @@ def coverage_line(graded: Sequence[tuple[str, ForecastCard, Grade | None]]) -> s
     grades = [grade for _, _, grade in graded if grade]
     if not grades:
         return f"{counted(len(graded), 'forecast')}, none graded yet"
-    inside, error = (
-        sum(grade.is_inside for grade in grades),
-        np.median([abs(g.error) for g in grades]),
-    )
+    inside = sum(grade.is_inside for grade in grades)
+    error = np.median([abs(grade.error) for grade in grades])
     return (
         f"{inside} of {counted(len(grades), 'graded forecast')} inside their 95% intervals; median "
         f"error {error:.2%}"

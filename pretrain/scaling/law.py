@@ -83,6 +83,10 @@ class FlopsLaw:
         """ln D of a run of size N that costs C."""
         return log_flops - np.log(self.scale) - self.power * log_parameters
 
+    def flops(self, parameters: float, tokens: float) -> float:
+        """C of a run of size N over D tokens."""
+        return float(np.exp(self.log_flops(np.log(parameters), np.log(tokens))))
+
     def log_flops(self, log_parameters: Array, log_tokens: float | Array) -> Array:
         """ln C of a run of size N over D tokens."""
         return np.log(self.scale) + self.power * log_parameters + log_tokens

@@ -4,17 +4,24 @@ Shape, batch and learning rate start from the shipped model of the nearest size
 (configs/models/xl_modern_*.yaml). A small corpus gets fewer lanes and shorter segments.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.config import CacheConfig
+from data_pipeline.corpora.manifest import read_manifest
+from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from data_pipeline.lanes.lane_plan import comfortable_lanes
 from foundation.errors import ConfigError
-from foundation.settings import load_config, parse_config
+from foundation.files import refuse_overwrite
+from foundation.paths import absolute
+from foundation.settings import load_config, parse_config, require_name
 from foundation.typed_values import json_text, to_tree
-from foundation.yaml_files import SHIPPED, dump_yaml, merge, parse_override
+from foundation.yaml_files import SHIPPED, dump_yaml, merge, parse_overrides, require_yaml_name
 from pretrain.config.engine import EngineConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import DataConfig, EvaluationConfig, RunConfig
@@ -22,6 +29,7 @@ from pretrain.costs.flops import run_cost
 from pretrain.costs.run_time import run_time
 from pretrain.scaling.intervals import amount
 from pretrain.scaling.recipe import Family, power_of_two, with_steps
+from pretrain.terminal.text import counted, si
 
 _FAMILY = {1e7: "10m", 3e7: "30m", 1e8: "100m", 3e8: "300m", 1e9: "1b", 3e9: "3b", 7e9: "7b"}
 # Below these, heads are half and a quarter as wide and not grouped: shapes come in finer steps.
@@ -74,6 +82,34 @@ class TrainingText:
     tokens: int
     longest_document: int
     vocab_size: int
+
+    @classmethod
+    def of_corpus(cls, corpus: Path) -> TrainingText:
+        """Read them from the corpus in a directory or at a URL."""
+        path = absolute(corpus)
+        manifest = read_manifest(local_corpus_directory(path, CacheConfig()) / "train")
+        return cls(
+            path=path,
+            tokens=manifest.tokens,
+            longest_document=manifest.longest_whole,
+            vocab_size=manifest.vocab_size,
+        )
+
+
+def check_new_file(file: Path) -> None:
+    """Raise ConfigError unless a new experiment can have this file, and its name."""
+    require_yaml_name(file)
+    refuse_overwrite(file)
+    require_name("the experiment's file name", file.stem)
+
+
+def next_step(file: Path, run: RunConfig) -> str:
+    """Say what the experiment of a new file trains, and how to start it."""
+    tokens = run.optim.steps * run.tokens_per_step
+    return (
+        f"{file}: {counted(run.optim.steps, 'step')} of {run.tokens_per_step:,} tokens, "
+        f"{si(tokens)}tokens in all; next: launcher local {file} --ranks 2"
+    )
 
 
 def new_experiment(
@@ -131,9 +167,7 @@ def new_experiment(
 
 def _overridden(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """Return the run with these settings; a pattern of layers is repeated as often as fits."""
-    tree, given = to_tree(run), {}
-    for override in overrides:
-        merge(given, parse_override(override))
+    tree, given = to_tree(run), parse_overrides(overrides)
     merge(tree, given)
     if (kinds := tree["model"]["layer_kinds"]) and "num_layers" not in given["model"]:
         tree["model"]["num_layers"] = len(kinds) * max(1, round(run.model.num_layers / len(kinds)))

@@ -30,9 +30,8 @@ from pretrain.reporting.html import (
 )
 from pretrain.reporting.members import write_table
 from pretrain.rundir.code_version import code_version
+from pretrain.scaling.backtest import Backtest
 from pretrain.scaling.fit import (
-    LOSS_OFF,
-    SIZE_OFF,
     TITLES,
     Fit,
     doubts,
@@ -119,10 +118,10 @@ def remarks(fit: Fit, law: Approach, flops: float) -> list[str]:
     """What the answer of a law at C FLOPs rests on."""
     lines, times = [], flops / fit.largest
     if times > 1 and not law.no_interval:
-        off = math.exp(SIZE_OFF * math.sqrt(math.log(times))), LOSS_OFF * math.log(times)
+        size_off, loss_off = fit.missed(flops)
         lines.append(
-            f"published sweeps at this distance missed N* by {off[0]:.2f}x, the loss by "
-            f"{off[1]:.1%}: included"
+            f"published sweeps at this distance missed N* by {math.exp(size_off):.2f}x, the loss "
+            f"by {loss_off:.1%}: included"
         )
     if why := law.no_interval or (law.without_interval if times <= 1 else ""):
         lines.append(f"without an interval: {why}")
@@ -135,7 +134,7 @@ def remarks(fit: Fit, law: Approach, flops: float) -> list[str]:
         )
     if differing := loss_disagreement(fit, flops):
         lines.append(differing)
-    return lines + backtest_lines(fit, law)
+    return lines + backtest_lines(fit.backtests.get(law.key, ()))
 
 
 def ratio_line(fit: Fit, flops: float, ratio: float) -> str:
@@ -151,13 +150,13 @@ def ratio_line(fit: Fit, flops: float, ratio: float) -> str:
     )
 
 
-def backtest_lines(fit: Fit, law: Approach) -> list[str]:
+def backtest_lines(tests: Sequence[Backtest]) -> list[str]:
     """How far the law was off at the largest budget, fitted without it and those near it."""
     return [
         f"backtest: fitted up to 1/{test.times:.3g} of the largest budget, it predicts there "
         + (f"N* {test.size:.2f} times the measured one, " if math.isfinite(test.size) else "")
         + f"the loss {test.loss:+.2%} off"
-        for test in fit.backtests.get(law.key, ())
+        for test in tests
     ]
 
 

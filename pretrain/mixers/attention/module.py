@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model import POSITIONS, AttentionKernel, ModelConfig
 from pretrain.model.attention_backends import ScoreTerms, WeightDropout, backend_for
-from pretrain.model.compiled import compiled_if
+from pretrain.model.compiled import compiled_if, recomputed_if
 from pretrain.model.dropout import DropoutStream, Site, drop
 from pretrain.model.parameters import RMSNorm, constant, normal, zeros
 from pretrain.model.positions import rotated_BXNH
@@ -181,13 +180,8 @@ class RelativeAttention(nn.Module):
         attend = backend_for(self._kernel, self._config, query_BLNH.device, query_BLNH.dtype)
         weight_dropout = WeightDropout(self._attention_rate, self._layer, dropout)
         inputs = (query_BLNH, parts, terms, visibility, weight_dropout)
-        if self.recomputes_scores and torch.is_grad_enabled():
-            # Scores take the most memory and the least time to repeat (Korthikanti et al. 2022).
-            attended_BLNH = checkpoint(
-                attend, *inputs, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            attended_BLNH = attend(*inputs)
+        # Scores take the most memory and the least time to repeat (Korthikanti et al. 2022).
+        attended_BLNH = recomputed_if(self.recomputes_scores, attend)(*inputs)
         output_BLD = linear(attended_BLNH.flatten(2), self.output_weight)
         return drop(output_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
 

@@ -7,13 +7,13 @@ queries, keys and values.
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
-from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.mixers.deltanet.delta_rule import DeltaInputs, delta_rule, delta_rule_for, normalized
 from pretrain.mixers.deltanet.facts import TAPS, widths_of
-from pretrain.model.parameters import RMSNorm, normal, uniform
-from pretrain.model.recurrent_parts import convolved, sigmoid, softplus, tail_of
+from pretrain.model.compiled import recomputed_if
+from pretrain.model.parameters import RMSNorm, normal
+from pretrain.model.recurrent_parts import convolved, decay_parameters, sigmoid, softplus, tail_of
 
 
 class GatedDeltaNet(nn.Module):
@@ -52,12 +52,7 @@ class GatedDeltaNet(nn.Module):
         self.gate_weight = normal(values, width, std=std)
         self.output_weight = normal(width, values, std=std)
         self.convolution_weight = normal(TAPS, 1, 2 * keys + values, std=TAPS**-0.5)
-        # As in Mamba-2: exp(A) is uniform, and softplus(b) is between 0.001 and 0.1, uniform in its
-        # logarithm. The slowest heads forget a token's trace after a thousand tokens.
-        self.decay_rate = nn.Parameter(uniform(heads, low=1.0, high=16.0).log())  # A
-        self.decay_bias = nn.Parameter(  # b
-            uniform(decays, low=-6.908, high=-2.303).exp().expm1().log()
-        )
+        self.decay_rate, self.decay_bias = decay_parameters(heads, decays)  # A, b
         self.output_norm = RMSNorm(self._value_width)
 
     def forward(
@@ -82,12 +77,8 @@ class GatedDeltaNet(nn.Module):
         if rule is delta_rule:
             inputs = normalized(inputs)
         state_BNHX = state_BNHX.to(inputs.write_BLN.dtype)
-        if self.recomputes_scores and torch.is_grad_enabled():
-            read_BLNX, state_BNHX = checkpoint(
-                rule, inputs, state_BNHX, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            read_BLNX, state_BNHX = rule(inputs, state_BNHX)
+        rule = recomputed_if(self.recomputes_scores, rule)
+        read_BLNX, state_BNHX = rule(inputs, state_BNHX)
         normed_BLX = self.output_norm(read_BLNX.to(segment_BLD.dtype)).flatten(2)
         gate_BLX = self.activate_gate(linear(segment_BLD, self.gate_weight))
         output_BLD = linear(normed_BLX * gate_BLX, self.output_weight)

@@ -5,19 +5,24 @@ channels of all values, keys and queries; in `state_space` Z is the number of ch
 tokens of one (Y x Y: queries, keys).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
-from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.mixer import chunks_of
 from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.mixers.deltanet.facts import CHUNK, TAPS
 from pretrain.mixers.mamba2.facts import EXPANSION, widths_of_states
-from pretrain.model.parameters import RMSNorm, normal, uniform
-from pretrain.model.recurrent_parts import chunk_decays, chunked, convolved, softplus, tail_of
+from pretrain.model.compiled import recomputed_if
+from pretrain.model.parameters import RMSNorm, normal
+from pretrain.model.recurrent_parts import (
+    chunk_decays,
+    chunked,
+    convolved,
+    decay_parameters,
+    softplus,
+    tail_of,
+)
 
 
 class Mamba2(nn.Module):
@@ -47,11 +52,7 @@ class Mamba2(nn.Module):
         self.output_weight = normal(width, values, std=std)
         self.convolution_weight = normal(TAPS, 1, values + 2 * keys, std=TAPS**-0.5)
         self.convolution_bias = nn.Parameter(torch.zeros(values + 2 * keys))
-        # exp(A) is uniform, and softplus(b) log-uniform between 0.001 and 0.1.
-        self.decay_rate = nn.Parameter(uniform(heads, low=1.0, high=16.0).log())  # A
-        self.step_bias = nn.Parameter(  # b
-            uniform(heads, low=-6.908, high=-2.303).exp().expm1().log()
-        )
+        self.decay_rate, self.step_bias = decay_parameters(heads, heads)  # A, b
         self.skip = nn.Parameter(torch.ones(heads, 1))  # D
         self.output_norm = RMSNorm(values)
 
@@ -85,12 +86,7 @@ class Mamba2(nn.Module):
         log_decay_BLN = -self.decay_rate.to(exact).exp() * step_BLN
         inputs = (query_BLGH, key_BLGH, value_BLNX * step_BLN[..., None], log_decay_BLN)
         inputs += (documents_BL, state_BNHX.to(exact))
-        if self.recomputes_scores and torch.is_grad_enabled():
-            read_BLNX, state_BNHX = checkpoint(
-                state_space, *inputs, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            read_BLNX, state_BNHX = state_space(*inputs)
+        read_BLNX, state_BNHX = recomputed_if(self.recomputes_scores, state_space)(*inputs)
         read_BLNX = read_BLNX + self.skip.to(exact) * value_BLNX
         gate_BLY = silu(linear(segment_BLD, self.gate_weight))
         normed_BLY = self.output_norm(read_BLNX.to(segment_BLD.dtype).flatten(2) * gate_BLY)

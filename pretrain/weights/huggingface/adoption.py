@@ -5,8 +5,6 @@ adapter reads in segments are compared with what transformers makes of the whole
 without a cache.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,15 @@ from foundation.typed_values import to_tree
 from pretrain.config.adopted import HEAD_FLOPS, AdoptedFacts, AdoptedWeight, CachedPart
 from pretrain.config.mixer import Role
 from pretrain.config.model import ModelConfig
-from pretrain.mixers.check import Check, Measure, apart, bytes_kept_by, checked, flop_counter
+from pretrain.mixers.check import (
+    Check,
+    Measure,
+    apart,
+    bytes_kept_by,
+    checked,
+    flop_counter,
+    lane_bytes_off,
+)
 from pretrain.model.adopted import (
     ROWS,
     AdoptedModel,
@@ -247,10 +253,7 @@ def _saved(subject: AdoptedSubject) -> float:
 
 
 def _lane_bytes(subject: AdoptedSubject) -> float:
-    """Return by how many bytes a lane's full memory differs from the facts, in float32."""
-    _, memory = subject.read([LENGTH])
-    carried = sum(part[0].numel() * part.element_size() for part in memory)
-    return abs(carried - MemoryLayout(subject.model.config).parts.num_bytes(4))
+    return lane_bytes_off(subject.read([LENGTH])[1], subject.model.config)
 
 
 CHECKS: dict[str, Measure] = {
