@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv venv-hybrids lock site state-passing demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states power-real golden mutants coverage chaos bench gpu gpu-bundle test-gpu
+.PHONY: help venv venv-hybrids lock site state-passing demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states power-real golden mutants coverage chaos bench dist gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -100,6 +100,9 @@ test-slurm: $(DEV_STAMP)  ## runs on a real Slurm of four nodes on this machine 
 site: $(DEV_STAMP)  ## the pages as a site in runs/site (Python 3.11+); a link that leads nowhere fails
 	sphinx-build -q -W --keep-going -c docs -b html . runs/site
 	@echo "Open runs/site/README.html"
+
+dist: $(STAMP)  ## a release in dist/: the sdist, and the wheel built from it, without a network
+	uv build -q --offline --no-build-isolation --python $(BIN)/python --clear
 
 mutants: $(DEV_STAMP)  ## break the code in each place of tests/mutants, run its tests: hours; SAMPLE=6 SEED=N takes six
 	python -m tests.mutants --sample $(or $(SAMPLE),0) --seed $(or $(SEED),0)

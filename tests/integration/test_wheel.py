@@ -1,12 +1,13 @@
-"""The wheel, installed into its own environment and used from a directory without the checkout."""
+"""A release: sdist and wheel, installed into an empty environment and used from elsewhere."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -27,34 +28,44 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy: setuptools leaves a build/ whose old files go into later
-    wheels.
-    """
-    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    """The wheel of an sdist, both built as `make dist` does, from a copy of the checkout."""
+    source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in SOURCES:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    # Without isolation: pip would download a setuptools that the environment has already.
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*build, "--wheel-dir", output, source], env=ENVIRONMENT, check=True)
+    (command,) = re.findall(r"^\tuv (build .*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    command = command.replace("$(BIN)/python", sys.executable).split()
+    build = [sys.executable, "-m", "uv", *command, "--out-dir", output]
+    subprocess.run(build, cwd=source, env=ENVIRONMENT, check=True)
+    assert len(list(output.glob("*.tar.gz"))) == 1
     (built,) = output.glob("*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
 def programs(wheel, tmp_path_factory) -> Path:
-    """The console scripts' folder in an environment of the wheel and our own dependencies."""
+    """The console scripts' folder in an environment of the wheel and what it asks for.
+
+    The packages of requirements.lock, and no others, are there as links to our own: nothing is
+    downloaded. The check fails where the wheel asks for more, or for other versions.
+    """
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, with_pip=False)
-    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python"]
-    install = [*pip, "install", "--quiet", "--no-deps", "--no-index", wheel]
-    subprocess.run(install, env=ENVIRONMENT, check=True)
-    # After the installation, or pip would replace the xl-pretrain of our own environment. An
-    # editable one there stays out: Python ignores .pth files of folders that a .pth file names.
     (packages,) = environment.glob("lib/*/site-packages")
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    lock = (ROOT / "requirements.lock").read_text()
+    for name in re.findall(r"^([\w.-]+)==", lock, re.MULTILINE):
+        try:
+            locked = distribution(name)
+        except PackageNotFoundError:  # of another platform
+            continue
+        for top in {file.parts[0] for file in locked.files or ()} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(locked.locate_file(top))))
+    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python"]
+    for command in (("install", "--quiet", "--no-deps", "--no-index", wheel), ("check",)):
+        subprocess.run([*pip, *command], env=ENVIRONMENT, check=True)
     return environment / "bin"
 
 
@@ -85,7 +96,9 @@ def test_the_modules_come_from_the_wheel(programs, tmp_path):
         assert f"usage: {program} " in run(programs, tmp_path, program, "--help")
 
 
-def test_shipped_configurations_are_found_and_a_run_trains_and_resumes(programs, tmp_path):
+def test_a_new_experiment_is_planned_trained_and_resumed(programs, tmp_path):
+    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert run(programs, tmp_path, "pretrain", "--version").startswith(f"pretrain {version}, torch")
     model = "configs/models/xl_modern_100m.yaml"
     described = run(programs, tmp_path, "pretrain", "describe", model, "model.vocab_size=32000")
     assert "100,125,440" in described
@@ -94,14 +107,10 @@ def test_shipped_configurations_are_found_and_a_run_trains_and_resumes(programs,
         (tmp_path / name).write_text(record * count)
     build = ("data-pipeline", "build", "configs/data/bytes.yaml", "--input", "text.jsonl")
     run(programs, tmp_path, *build, "--output", "data", "validation_input=valid.jsonl")
-    train = ("launcher", "local", "configs/experiments/demo.yaml", "--ranks=1", "--run-dir=run")
-    small = ("data.path=data", "engine.kind=torch", "model.num_layers=1", "data.lanes=4")
-    small += (
-        "evaluation.max_tokens=200",
-        "optim.schedule.warmup_steps=1",
-        "optim.schedule.shape=constant",
-    )
+    new = ("pretrain", "new", "mine.yaml", "--corpus", "data", "--parameters", "100k")
+    run(programs, tmp_path, *new)
+    train = ("launcher", "local", "mine.yaml", "--ranks=1", "optim.schedule.warmup_steps=1")
     for steps in (2, 3):
-        run(programs, tmp_path, *train, *small, f"optim.steps={steps}")
-    starts = find_events(RunDir(tmp_path / "run").ledger.read(), TrainingBegan)
+        run(programs, tmp_path, *train, "evaluation.max_tokens=200", f"optim.steps={steps}")
+    starts = find_events(RunDir(tmp_path / "runs" / "mine").ledger.read(), TrainingBegan)
     assert [event.step for event in starts] == [0, 2]

@@ -45,8 +45,10 @@ def test_hooks_before_a_commit_run_tools_of_the_lock():
 def test_versions_agree():
     stated = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert stated is not None
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == stated[1]
-    assert f"### In {stated[1]}\n" in (ROOT / "CHANGELOG.md").read_text()
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    releases = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert cited["version"] == stated[1]
+    assert releases[0] == f"{stated[1]} ({cited['date-released']})"
 
 
 @pytest.mark.parametrize("guide", GUIDES)
