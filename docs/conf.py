@@ -21,8 +21,14 @@ INDEX = Path(__file__).with_name("README.md")
 
 
 def setup(app: Sphinx) -> None:
-    """Give the start page a table of contents, which plain Markdown cannot say."""
+    """Give links their pages' titles, and the start page a table of contents."""
+    app.connect("source-read", titles)
     app.connect("source-read", contents)
+
+
+def titles(app: Sphinx, page: str, source: list[str]) -> None:
+    """Leave the text of links that are called as their file to MyST, which takes the title."""
+    source[0] = re.sub(r"\[[\w-]+\.md\]\(", "[](", source[0])
 
 
 def contents(app: Sphinx, page: str, source: list[str]) -> None:

@@ -109,7 +109,7 @@ class Program:
         if name not in self.commands:
             known = ", ".join(self.commands)
             raise UserError(f"unknown command '{self.name} {name}'; expected one of: {known}")
-        command = self._command(name)
+        command = self.command(name)
         if isinstance(command, Program):
             return command.dispatch(rest)
         parser, run = command
@@ -129,12 +129,12 @@ class Program:
         name, *rest = words or [""]
         if not rest:
             return [command for command in self.commands if command.startswith(name)]
-        command = self._command(name) if name in self.commands else None
+        command = self.command(name) if name in self.commands else None
         if isinstance(command, Program):
             return command.candidates(rest)
         return command[0].candidates(rest) if command else []
 
-    def _command(self, name: str) -> Program | tuple[_Parser, Run]:
+    def command(self, name: str) -> Program | tuple[_Parser, Run]:
         """Import a command and return its Program, or its parser and `run` function."""
         target, summary = self.commands[name]
         module_name, _, function = target.partition(":")

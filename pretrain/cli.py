@@ -30,7 +30,7 @@ SUMMARIES = {
 COMMANDS = targets("pretrain.commands.", SUMMARIES)
 PROGRAM = Program(
     "pretrain",
-    "Pretrain Transformer-XL language models, with exact memory and exact resume.",
+    "Train models with recurrent memory, whose state is carried and resumed exactly.",
     COMMANDS,
     libraries=("torch", "deepspeed"),
 )

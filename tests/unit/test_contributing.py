@@ -3,12 +3,11 @@
 import importlib
 import json
 import re
-import shlex
 
 import pytest
 import yaml
 
-from foundation.cli import Program
+from docs import commands_page
 from tests.helpers.checkout import ROOT
 
 YAML_FILES = [
@@ -16,9 +15,10 @@ YAML_FILES = [
     ROOT / ".pre-commit-config.yaml",
     ROOT / "CITATION.cff",
 ]
-GUIDES = ("AGENTS.md", "CONTRIBUTING.md")
 PROGRAMS = {"data-pipeline": "data_pipeline", "pretrain": "pretrain", "launcher": "launcher"}
 MAKEFILE = (ROOT / "Makefile").read_text()
+GUIDES = [ROOT / f"{name}.md" for name in ("README", "AGENTS", "CONTRIBUTING")]
+PAGES = [*GUIDES, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: path.name)
@@ -51,24 +51,40 @@ def test_versions_agree():
     assert releases[0] == f"{stated[1]} ({cited['date-released']})"
 
 
-@pytest.mark.parametrize("guide", GUIDES)
-def test_commands_of_a_guide_exist(guide):
-    text = (ROOT / guide).read_text()
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
-    lines = [line for block in blocks for line in block.splitlines() if line.strip()]
-    for line in [*lines, container["postCreateCommand"]]:
-        words = [word for word in shlex.split(line, comments=True) if "=" not in word[:20]]
-        if words[0] == "make":
+def test_the_commands_page_is_what_its_command_writes():
+    assert commands_page.PATH.read_text() == commands_page.page(), (
+        "run: python -m docs.commands_page"
+    )
+
+
+def flags_of(words: list[str]) -> list[str]:
+    """Return the flags of a command line's command; [] if there is no such command."""
+    program = importlib.import_module(f"{PROGRAMS[words[0]]}.cli").PROGRAM
+    return program.candidates([words[1], "-"]) or program.candidates([*words[1:3], "-"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_flags_of_a_page_exist(page):
+    text = page.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"^```\n(.*?)^```|((?:^    [^\n]*\n)+)", text, re.DOTALL | re.MULTILINE)
+    lines = [line.strip(" $") for block in blocks for line in "".join(block).splitlines()]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    lines.append(
+        json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())["postCreateCommand"]
+    )
+    for line in lines:
+        words = re.split(r" {3,}|[#;]", line)[0].split()
+        if len(words) > 1 and words[0] in PROGRAMS and not words[1].startswith(("-", "[")):
+            flags = {word.strip("[].,").partition("=")[0] for word in words if "--" in word[:3]}
+            known = flags_of(words)
+            assert known, line
+            assert flags <= set(known), line
+        elif words[:1] == ["make"] and words[1:]:
             assert re.search(rf"^{words[1]}:", MAKEFILE, re.MULTILINE), line
-        elif words[0] in PROGRAMS:
-            program = importlib.import_module(f"{PROGRAMS[words[0]]}.cli").PROGRAM
-            assert isinstance(program, Program)
-            assert words[1] in program.commands, line
-        else:
-            assert words[0] in ("python", "pyright", "source"), line
-        for path in (word for word in words if word.startswith("tests/")):
-            assert (ROOT / path).exists(), line
+        elif words[:2] == ["python", "-m"]:
+            for path in (word for word in words if word.startswith("tests/") and "*" not in word):
+                assert (ROOT / path).exists(), line
 
 
 def test_exit_statuses_of_agents_are_those_of_the_commands():
