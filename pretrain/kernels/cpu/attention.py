@@ -7,28 +7,6 @@ The score of query i and key j at distance t = i + M - j is
 The paper's positions have u, v and r; a bias per distance has b; rotated queries and keys need
 neither. A sink adds one more score, with a value of zero, to each head's softmax.
 
-The relative shift (appendix B of the paper) turns scores by distance into scores by key. The
-product of queries and projected positions has a column for each distance from the tile's last row,
-the farthest first. Key j of row i needs column j + R - 1 - i, so each row has to move left by one
-column less than the row above it. Instead of moving anything, the functions here view the same
-memory with other strides:
-
-    R = 3 rows, S = 5 columns: the product     the same elements, by key
-    . . a b c                                  a b c ' '    row 0 moved left by 2
-    . d e f g                                  d e f g '    row 1 moved left by 1
-    h i j k l                                  h i j k l    row 2, the last: unchanged
-
-Row i of the result starts at element R - 1 + i (S - 1) of the flat product: the view has offset
-R - 1 and row stride S - 1 instead of S. Products marked "." belong to no key of the tile. Entries
-marked "'" come after the row's own key and are elements of the next row; the causal mask hides
-them.
-
-A query sees one unbroken range of keys, from its first one to itself; `max_distance` and document
-boundaries make the first one later. A tile is a block of rows of some heads and lanes. It reads the
-keys from the first that any of its rows sees to the last row's own key. So keys that are hidden
-from the whole tile cost nothing: about half of the segment's products, and all keys beyond
-`max_distance`.
-
 Letters of shapes as in `pretrain.model`. P are pairs of a head and a lane (heads outermost), R a
 tile's rows, S the keys that it reads, n its heads. Position terms have width X: H for encodings, 1
 for a bias per distance, which is treated as an encoding that every query multiplies by one.
@@ -44,6 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+# The relative shift (appendix B of the paper) turns scores by distance into scores by key. The
+# product of queries and projected positions has a column for each distance from the tile's last
+# row, the farthest first. Key j of row i needs column j + R - 1 - i, so each row has to move left
+# by one column less than the row above it. Instead of moving anything, these functions view the
+# same memory with other strides:
+#
+#     R = 3 rows, S = 5 columns: the product     the same elements, by key
+#     . . a b c                                  a b c ' '    row 0 moved left by 2
+#     . d e f g                                  d e f g '    row 1 moved left by 1
+#     h i j k l                                  h i j k l    row 2, the last: unchanged
+#
+# Row i of the result starts at element R - 1 + i (S - 1) of the flat product: the view has offset
+# R - 1 and row stride S - 1 instead of S. Products marked "." belong to no key of the tile.
+# Entries marked "'" come after the row's own key and are elements of the next row; the causal
+# mask hides them.
 
 
 def relative_shift(padded: Tensor) -> Tensor:
@@ -129,7 +123,14 @@ def first_keys(
 def groups(
     query_BLNH: Tensor, num_key_heads: int, num_keys: int, first: Tensor | None, tiling: Tiling
 ) -> list[Group]:
-    """Return groups that cover every head, lane and row once, ordered by heads and then lanes."""
+    """Return groups that cover every head, lane and row once, ordered by heads and then lanes.
+
+    A query sees one unbroken range of keys, from its first one to itself; `max_distance` and
+    document boundaries make the first one later. A tile, a block of rows of some heads and lanes,
+    reads the keys from the first that any of its rows sees to the last row's own key. So keys that
+    are hidden from the whole tile cost nothing: about half of the segment's products, and all keys
+    beyond `max_distance`.
+    """
     num_lanes, num_queries, num_heads, _ = query_BLNH.shape
     rows = list(even_parts(num_queries, tiling.rows))
     pairs = max(1, tiling.scores // (rows[0].stop * num_keys))  # pairs of head and lane in a tile

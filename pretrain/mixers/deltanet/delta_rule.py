@@ -4,8 +4,7 @@ A head's state S [H, X] maps keys of width H to values of width X. Token t first
 alpha_t, then replaces the part beta_t of what S has stored under its key, and reads:
 
     S <- alpha_t S        S <- S + k_t (beta_t (v_t - S^T k_t))^T        o_t = S^T q_t
-
-Keys have norm 1, alpha and beta are between 0 and 1. Both forms compute the same. In chunks, what
+with keys of norm 1, alpha and beta between 0 and 1. Both forms compute the same. In chunks, what
 tokens of one chunk tell each other is matrix products and one triangular solve for all chunks
 together; only S goes from chunk to chunk. Document starts reset S to zero, inside a chunk as well.
 
