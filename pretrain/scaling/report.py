@@ -86,7 +86,7 @@ def fit_lines(
     """
     flops = flops or fit.beyond
     points = fit.points
-    excluded = f", {counted(len(points.excluded), 'run')} left out" if points.excluded else ""
+    excluded = f", {counted(len(points.excluded), 'run')} excluded" if points.excluded else ""
     lines = [
         f"{points.source}: {counted(len(points), 'run')} at "
         f"{counted(len(points.budgets), 'budget')}, {points.flops_P.min():.3g} to "
