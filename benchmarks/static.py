@@ -336,19 +336,22 @@ def with_table(page: str, table: Mapping[str, Any]) -> str:
 def markdown(table: Mapping[str, Any]) -> str:
     """Return the table as the page shows it."""
     header = ["model", "attention", *(f"utilization, lanes: {lanes}" for lanes in LANE_COUNTS)]
-    rows = [[*header, "registers / spilled B", "operations", "launches", "GiB"]]
+    models: dict[tuple[str, ...], list[str]] = {}  # a row's numbers -> the models that have them
     for name, run in runs().items():
         row, kernels = table["models"][name], kernel_names(run.model)
         utilized = [row["utilization"][f"{lanes}"] for lanes in LANE_COUNTS]
         resources = [table["kernels"][each] for each in kernels.values()]
-        rows.append([
-            f"`{name}`", row["attention"],
+        numbers = (
+            row["attention"],
             *(" ".join(f"{values[kernel]:.2f}" for kernel in kernels) for values in utilized),
             " ".join(f"{each['registers']}/{each['spilled']}" for each in resources),
             *(" + ".join(f"{row[count][each]}" for each in ("forward", "backward"))
               for count in ("operations", "launches")),
             f"{row['peak_gib']:.1f}",
-        ])  # fmt: skip
+        )  # fmt: skip
+        models.setdefault(numbers, []).append(f"`{name}`")
+    rows = [[*header, "registers / spilled B", "operations", "launches", "GiB"]]
+    rows += [[", ".join(names), *numbers] for numbers, names in models.items()]
     engines = [["engine", "our reads", "DeepSpeed's reads", "bytes sent over the minimum"]]
     for name, row in sorted(table["engines"].items()):
         sent = f"{row['sent']:.2f}" if "sent" in row else "-"

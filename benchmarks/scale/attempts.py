@@ -57,7 +57,7 @@ def attempt_costs(directory: Path) -> Iterator[Cost]:
         f"a time: {waits:.2g} s more where one takes 1 ms (reasoned)",
     )  # fmt: skip
     yield Cost(
-        name=f"ledger: time to read that of {ATTEMPTS:,} failed attempts", unit="s of CPU",
+        name=f"ledger: time to read {ATTEMPTS:,} failed attempts", unit="s of CPU",
         measured={ranks: ledger_seconds(directory, ranks) for ranks in RANKS},
         at_most=LEDGER_SECONDS, detail="it has each rank's exit status",
     )  # fmt: skip

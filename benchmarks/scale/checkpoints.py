@@ -58,7 +58,7 @@ def checkpoint_costs(directory: Path) -> Iterator[Cost]:
         measured=found["share"], at_most=MOST_OF_SHARE,
     )  # fmt: skip
     yield Cost(
-        name="restore: files that a rank opens for its weights, as many ranks as saved",
+        name="restore: files that a rank opens for its weights, ranks as saved",
         measured=found["opened"], at_most=1,
     )  # fmt: skip
 

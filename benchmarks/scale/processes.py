@@ -47,8 +47,8 @@ def _descriptors(of_main: dict[int, float], of_another: dict[int, float]) -> Ite
     yield Cost(
         name="descriptors of rank 0", measured=of_main, at_most=MOST_DESCRIPTORS,
         expected={ranks: round(store.at(ranks) + another.at(ranks)) for ranks in RANKS},
-        detail=f"from 64 on those of another rank and {store.describe('ranks')}; the limit is "
-        "raised as far as the hard one allows",
+        detail=f"from 64 on another rank's and {store.describe('ranks')}; the limit is raised as "
+        "far as the hard one allows",
     )  # fmt: skip
     yield Cost(name="descriptors of another rank", measured=of_another, at_most=MOST_DESCRIPTORS)
 
@@ -83,8 +83,8 @@ def _stop_requests(of: Callable[..., dict[int, float]]) -> Iterator[Cost]:
     yield Cost(
         name="stop request: from asking to the answer, nothing beside it", unit="ms",
         measured=exchange, expected=expected,
-        detail="gloo, 10th percentile; more than 2 ranks share cores here, so from 64 on it is the "
-        "rounds times the time of 2 ranks; a network adds its latency",
+        detail="gloo, 10th percentile; from 64 on rounds times the time of 2 ranks, as more share "
+        "cores; a network adds latency",
     )  # fmt: skip
     behind = 1e3 * STEP_SECONDS
     yield Cost(
