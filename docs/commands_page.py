@@ -102,9 +102,9 @@ def _command(program: Program, name: str, page: str) -> Iterator[str]:
 
 def _form(action: argparse.Action) -> str:
     """Return how an argument is written: `--lanes LANES`, `RUN ...`."""
-    choices = "\\|".join(map(str, action.choices)) if action.choices else ""
+    choices = "|".join(map(str, action.choices)) if action.choices else ""
     shown = action.metavar or choices or action.dest.upper()
-    value = " ".join(shown) if isinstance(shown, tuple) else shown
+    value = (" ".join(shown) if isinstance(shown, tuple) else shown).replace("|", "\\|")
     if action.nargs == 0:
         value = ""
     elif action.nargs in ("*", "+"):

@@ -1,4 +1,4 @@
-"""The site: README.md, CONTRIBUTING.md and the pages beside this file, by `make site`."""
+"""The site: README.md, two pages beside it and the pages beside this file, by `make site`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from sphinx.application import Sphinx
 project = "xl-pretrain"
 html_title = project
 html_theme = "furo"
+html_static_path = html_css_files = ["site.css"]
+smartquotes = False  # they make a dash of the two before a flag
 extensions = ["myst_parser"]
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md"]
 myst_heading_anchors = 4
 pygments_style = "friendly"
 
@@ -39,7 +41,8 @@ def contents(app: Sphinx, page: str, source: list[str]) -> None:
     for section in INDEX.read_text().split("\n## ")[1:]:
         title, _, table = section.partition("\n")
         pages = dict.fromkeys(f"docs/{name}" for name in re.findall(r"\]\((\w[^)#]*)", table))
-        parts.append(tree(title, [*pages, *(["CONTRIBUTING"] if title == "Reference" else [])]))
+        more = ["CONTRIBUTING", "CHANGELOG"] if title == "Reference" else []
+        parts.append(tree(title, [*pages, *more]))
     source[0] += "".join(parts)
 
 
