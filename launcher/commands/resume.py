@@ -6,11 +6,14 @@ from pathlib import Path
 
 from foundation.cli import add_overrides
 from foundation.errors import ConfigError
+from foundation.settings import load_config
 from launcher.local_run import train_here
 from launcher.run_state import read_states
 from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.submission import submit_again
+from launcher.supervisor import is_complete
 from pretrain.checkpoint.facts import add_from_step
+from pretrain.config.run import RunConfig
 from pretrain.rundir.events import Submitted
 from pretrain.rundir.history import last_event
 from pretrain.rundir.ownership import refuse_foreign_run
@@ -34,7 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
 def resume(path: Path, from_step: int | None = None, overrides: Sequence[str] = ()) -> int:
     """Continue the run in this directory, from this step if one is given, with these settings."""
     (state,) = read_states([path])
-    if state.is_done and from_step is None and not overrides:
+    steps_are_made = state.is_done and is_complete(
+        RunDir(path), load_config(RunConfig, path / "config.yaml", overrides)
+    )
+    if steps_are_made and from_step is None:
         raise ConfigError(
             f"{path} is done after step {state.step:,}; to train further, give it more optim.steps"
         )

@@ -190,6 +190,14 @@ def test_a_done_run_stays_done(experiment, undisturbed, caplog, capsys, override
     assert read_state(undisturbed.path).state == "done"
 
 
+@pytest.mark.parametrize("overrides", [[], ["optim.clip_norm=0.5"], ["checkpoint.keep_last=5"]])
+def test_resuming_a_done_run_asks_for_more_steps(undisturbed, capsys, overrides):
+    before = undisturbed.ledger.path.read_bytes()
+    assert main(["resume", str(undisturbed.path), *overrides]) == 2
+    assert f"is done after step {STEPS}; to train further, give it" in capsys.readouterr().err
+    assert undisturbed.ledger.path.read_bytes() == before
+
+
 def test_a_second_launcher_on_the_same_run_is_refused(experiment, tmp_path, capsys):
     with RunDir(tmp_path / "run").locked("launcher"):
         assert main(["local", str(experiment), f"--run-dir={tmp_path / 'run'}"]) == 2
