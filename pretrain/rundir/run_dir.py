@@ -227,16 +227,18 @@ class RunDir:
         self.ledger.append(ResumeFrom(step=step))
 
     def sign_forecast(self, card: Path, config: RunConfig) -> None:
-        """Record the forecast of a run that has not begun; `config` has its vocabulary."""
+        """Record the forecast of a run that has not begun, unless it is recorded already; `config`
+        has its vocabulary.
+        """
         check_subject(card, config)
-        ledger = self.ledger.read()
+        ledger, sha256 = self.ledger.read(), sha256_of(card)
+        if sha256 in [event.sha256 for event in find_events(ledger, Forecast)]:
+            return
         if find_events(ledger, TrainingBegan):
             raise ConfigError(
                 f"{self.path} has begun: --forecast is for a run before its first start"
             )
-        sha256 = sha256_of(card)
-        if sha256 not in [event.sha256 for event in find_events(ledger, Forecast)]:
-            self.ledger.append(Forecast(sha256=sha256, file=str(card)))
+        self.ledger.append(Forecast(sha256=sha256, file=str(card)))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all measurements, oldest first; damaged lines are skipped with a warning."""

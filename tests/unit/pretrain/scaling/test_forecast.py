@@ -127,8 +127,11 @@ def test_a_run_that_has_begun_is_not_signed_and_one_is_signed_once(tmp_path):
     (event,) = find_events(run_dir.ledger.read(), Forecast)
     assert event.sha256 == sha256_of(card)
     run_dir.ledger.append(TrainingBegan(step=0, world_size=1))
+    run_dir.sign_forecast(card, config)  # the same command again
+    card.write_text(card.read_text() + "# afterthought\n")
     with pytest.raises(ConfigError, match="has begun"):
         run_dir.sign_forecast(card, config)
+    assert find_events(run_dir.ledger.read(), Forecast) == [event]
 
 
 @pytest.mark.parametrize("content", ["any: 1\n", "format: 1\nflops: 1.0\n", "{}\n"])
