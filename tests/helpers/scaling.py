@@ -12,6 +12,8 @@ PUBLISHED_DATA = Path(__file__).parents[1] / "data" / "scaling"
 HOFFMANN = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
 BESIROGLU = Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
 CS336 = Law(E=2.69, A=1606.4, B=3210.7, alpha=0.34, beta=0.36)
+# Of audio and text (SODA, arXiv 2602.16687): the most unequal exponents that are published.
+SODA = Law(E=3.169, A=215886, B=4750, alpha=0.684, beta=0.439)
 SIX_N = FlopsLaw()
 
 
@@ -49,17 +51,20 @@ def simulated(
     budgets: tuple[float, float, int] = (1e18, 1e20, 6),
     num_sizes: int = 8,
     spread: float = 4.0,
+    centers: Sequence[float] | Array = (1.0,),
     noise: float = 0.0,
     seed: int = 0,
     flops_law: FlopsLaw = SIX_N,
 ) -> Points:
-    """`num_sizes` sizes from 1/spread to spread times the optimum at each budget; `noise` is
-    relative, of the loss.
+    """`num_sizes` sizes from 1/spread to spread times the center at each budget; `centers`, one or
+    one per budget, are times the optimum; `noise` is relative, of the loss.
     """
     low, high, count = budgets
     budget_P = np.repeat(np.geomspace(low, high, count), num_sizes)
-    factor_P = np.tile(np.geomspace(1 / spread, spread, num_sizes), count)
-    n_P = log_optimum(law.theta, np.log(budget_P), flops_law)[0] + np.log(factor_P)
+    factor_P = np.outer(
+        np.broadcast_to(centers, count), np.geomspace(1 / spread, spread, num_sizes)
+    )
+    n_P = log_optimum(law.theta, np.log(budget_P), flops_law)[0] + np.log(factor_P.ravel())
     size_P, tokens_P = np.exp(n_P), np.exp(flops_law.log_tokens(np.log(budget_P), n_P))
     noise_P = noise * np.random.default_rng(seed).standard_normal(len(n_P))
     loss_P = law.loss(size_P, tokens_P) * np.exp(noise_P)

@@ -454,7 +454,7 @@ def test_losses_that_do_not_fall_are_described_by_no_law(noise):
 def test_the_page_has_the_coverage_of_every_noise_also_as_published_sweeps_have_it():
     """A row per approach, noise and level, and no share that chance does not explain."""
     text = (ROOT / "docs" / "scaling.md").read_text()
-    table = text.partition("    approach            noise")[2].partition("\n\n")[0]
+    table = text.partition("    approach             kind")[2].partition("\n\n")[0]
     rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()[1:]]
     kinds = itertools.product(("2 IsoFLOP", "3 parametric"), NOISES, ("0.5%", "2.0%"))
     assert [tuple(row[:3]) for row in rows] == sorted(kinds)
