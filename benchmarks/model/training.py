@@ -17,7 +17,7 @@ from pretrain.model.dropout import DropoutStream
 from pretrain.model.memory import Memory
 from pretrain.model.transformer_xl import TransformerXL
 from pretrain.optim.optimizers import build_optimizer
-from tests.helpers.reference_training import ReferenceTrainer, ReferenceTransformerXL
+from tests.helpers.reference_training import ReferenceTransformerXL
 
 LANES = 8
 GOALS = {128: (1.5, 4), 512: (3.0, 2)}  # segment = memory -> ratio, rounds
@@ -97,9 +97,29 @@ def _reference_step(run: RunConfig, tokens_BT: Tensor) -> Callable[[], Tensor]:
         settings.inner_width,
         settings.dropout,
     )
-    trainer = ReferenceTrainer(model, settings.longest_memory)
+    trainer = _ReferenceTrainer(model, settings.longest_memory)
     tokens_TB = tokens_BT.t().contiguous()
     return lambda: trainer.step(tokens_TB[:-1], tokens_TB[1:])
+
+
+class _ReferenceTrainer:
+    """Segment after segment with memory carried over: forward, backward, clipping and Adam as in
+    the original.
+    """
+
+    def __init__(self, model: ReferenceTransformerXL, memory_length: int) -> None:
+        self._model = model
+        self._memory_length = memory_length
+        self._memory: list[Tensor] = []
+        self._optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+
+    def step(self, tokens_LB: Tensor, targets_LB: Tensor) -> Tensor:
+        self._optimizer.zero_grad()
+        loss, self._memory = self._model(tokens_LB, targets_LB, self._memory, self._memory_length)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.25)
+        self._optimizer.step()
+        return loss.detach()
 
 
 @dataclass(frozen=True)

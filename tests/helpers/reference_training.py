@@ -92,26 +92,6 @@ class ReferenceTransformerXL(nn.Module):
         return cross_entropy(logits, targets_LB.flatten()), memory
 
 
-class ReferenceTrainer:
-    """Segment after segment with memory carried over: forward, backward, clipping and Adam as in
-    the original.
-    """
-
-    def __init__(self, model: ReferenceTransformerXL, memory_length: int) -> None:
-        self._model = model
-        self._memory_length = memory_length
-        self._memory: list[Tensor] = []
-        self._optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-
-    def step(self, tokens_LB: Tensor, targets_LB: Tensor) -> Tensor:
-        self._optimizer.zero_grad()
-        loss, self._memory = self._model(tokens_LB, targets_LB, self._memory, self._memory_length)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.25)
-        self._optimizer.step()
-        return loss.detach()
-
-
 def original_state(model: ReferenceTransformerXL) -> dict[str, Tensor]:
     """The model's tensors under the original's names only."""
     own, state = ("embedding.", "output."), model.state_dict()
