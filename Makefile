@@ -101,8 +101,12 @@ site: $(DEV_STAMP)  ## the pages as a site in runs/site (Python 3.11+); a link t
 	sphinx-build -q -W --keep-going -c docs -b html . runs/site
 	@echo "Open runs/site/README.html"
 
-dist: $(STAMP)  ## a release in dist/: the sdist, and the wheel built from it, without a network
+RELEASED := build/released
+dist: $(STAMP)  ## a release in dist/: the sdist, and the wheel built from it, installed into an empty environment
 	uv build -q --offline --no-build-isolation --python $(BIN)/python --clear
+	uv venv -q --clear --python $(BIN)/python $(RELEASED)
+	uv pip install -q --python $(RELEASED)/bin/python --constraint requirements.lock dist/*.whl
+	cd / && $(CURDIR)/$(RELEASED)/bin/pretrain --version
 
 mutants: $(DEV_STAMP)  ## break the code in each place of tests/mutants, run its tests: hours; SAMPLE=6 SEED=N takes six
 	python -m tests.mutants --sample $(or $(SAMPLE),0) --seed $(or $(SEED),0)
