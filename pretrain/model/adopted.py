@@ -55,6 +55,7 @@ class AdoptedModel(nn.Module):
         names = inspect.signature(inner.forward).parameters
         self._cache_argument = cache_argument(inner)
         self._takes_positions = "position_ids" in names
+        self._frequencies = rotary_frequencies(inner)
         self.trained_keys: tuple[int, ...] = ()  # an adopted model has no rope_extension
 
     def forward(
@@ -170,12 +171,11 @@ class AdoptedModel(nn.Module):
 
     def _rotated(self, keys_BRNH: Tensor, steps: int) -> Tensor:
         """Return the keys rotated to positions that are higher by `steps`."""
-        frequencies = rotary_frequencies(self.inner)
-        if frequencies is None or not steps:
+        if self._frequencies is None or not steps:
             return keys_BRNH
-        angles_P = (steps * frequencies.double()).repeat(2)
-        exact = _exact(keys_BRNH[:, :0]).dtype
-        cos_P, sin_P = angles_P.cos().to(exact), angles_P.sin().to(exact)
+        angles_P = (steps * self._frequencies).repeat(2)
+        exact_1 = _exact(keys_BRNH[:, :0])
+        cos_P, sin_P = angles_P.cos().to(exact_1), angles_P.sin().to(exact_1)
         rotated_BRNP, rest = keys_BRNH.tensor_split([len(angles_P)], dim=-1)
         first, second = rotated_BRNP.chunk(2, dim=-1)
         turned = rotated_BRNP * cos_P + torch.cat([-second, first], dim=-1) * sin_P
@@ -183,14 +183,12 @@ class AdoptedModel(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the module; buffers keep their type, because angles in half precision are wrong."""
-        before = dict(self.named_buffers())
-        super()._apply(fn, recurse)
-        for name, buffer in self.named_buffers():
-            if buffer.is_floating_point():
-                *owner, own = name.split(".")
-                kept = before[name].to(buffer.device)
-                self.get_submodule(".".join(owner))._buffers[own] = kept
-        return self
+        kept = {id(buffer): buffer for buffer in self.buffers()}
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(fn(tensor).device) if id(tensor) in kept else fn(tensor)
+
+        return super()._apply(moved, recurse)
 
 
 LanguageModel = TransformerXL | AdoptedModel
@@ -219,13 +217,16 @@ def _exact(tensor: Tensor) -> Tensor:
 def rotary_frequencies(inner: nn.Module) -> Tensor | None:
     """Return the angles of a step, by pair of channels; None without rotations.
 
-    ConfigError if layers rotate by different angles.
+    ConfigError if layers rotate by different angles, or by others in a longer text.
     """
-    buffers = [buffer for name, buffer in inner.named_buffers() if name.endswith("inv_freq")]
-    unequal = [buffer for buffer in buffers[1:] if not torch.equal(buffer, buffers[0])]
-    if unequal:
-        raise ConfigError(f"{type(inner).__name__} has layers that rotate by different angles")
-    return buffers[0] if buffers else None
+    name = type(inner).__name__
+    kinds = " ".join(str(getattr(module, "rope_type", "")) for module in inner.modules())
+    if "dynamic" in kinds or "longrope" in kinds:
+        raise ConfigError(f"{name} rotates by angles that depend on the length of the text")
+    buffers = [buffer for own, buffer in inner.named_buffers() if own.endswith("inv_freq")]
+    if any(not torch.equal(buffer, buffers[0]) for buffer in buffers):
+        raise ConfigError(f"{name} has layers that rotate by different angles")
+    return buffers[0].double() if buffers else None
 
 
 def held_by(layer: Any) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ fetched.
 
 import contextlib
 import importlib
+import logging
 import os
 import sys
 import tempfile
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from foundation.errors import ConfigError, shown
-from foundation.files import read_json, write_json
+from foundation.files import read_value, write_json
 from pretrain.config.model import ModelConfig
 from pretrain.model.adopted import AdoptedModel, parameter_roles
 
 CONFIG = "config.json"
 LARGEST_JSON = 1 << 26
+LONGEST_REASON = 300
 OLDEST = (5, 23)  # first version whose cache lets all kinds of layers start from a state
 KERNELS = ("fla", "mamba_ssm", "causal_conv1d")  # transformers would run them also on a CPU
 
@@ -45,7 +47,7 @@ def library() -> Iterator[Any]:
                 f"found transformers {version}; models of others need {OLDEST[0]}.{OLDEST[1]} or "
                 "later: docs/hybrids.md says how to install it"
             )
-        transformers.logging.set_verbosity_error()
+        transformers.logging.set_verbosity(logging.CRITICAL)  # its errors are raised, too
         transformers.logging.disable_progress_bar()
         yield transformers
     finally:
@@ -58,13 +60,20 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     if not path.is_file():
         raise ConfigError(f"{directory} has no {CONFIG}; expected a checkpoint of Hugging Face")
-    tree = read_json(path, LARGEST_JSON)
-    kind = tree.get("model_type") if isinstance(tree, dict) else None
-    if not isinstance(kind, str):
+    tree = read_foreign(dict[str, Any], path)
+    if not isinstance(tree.get("model_type"), str):
         raise ConfigError(f"{path} names no model_type; expected a checkpoint of Hugging Face")
     if tree.get("quantization_config"):
         raise ConfigError(f"{path}: found quantized weights, expected whole ones to train")
     return tree
+
+
+def read_foreign(kind: Any, path: Path) -> Any:
+    """Return a JSON file of someone else as a value of a type; ConfigError if it is not."""
+    try:
+        return read_value(kind, path, LARGEST_JSON, is_open=True)
+    except ValueError as error:
+        raise ConfigError(f"{path} is corrupted ({error}); fetch the directory again") from None
 
 
 def empty_inner(tree: Mapping[str, Any]) -> nn.Module:
@@ -83,21 +92,26 @@ def empty_inner(tree: Mapping[str, Any]) -> nn.Module:
         except Exception as error:  # someone else wrote the settings: any error may come
             raise ConfigError(
                 f"{CONFIG}: transformers {transformers.__version__} cannot build it: "
-                f"{shown(' '.join(str(error).split()))}"
+                f"{reason(error)}"
             ) from None
-    named = (tree.get("architectures") or [""])[0]
-    if named and named != type(inner).__name__:
+    made = type(inner).__name__
+    named = tree.get("architectures") or made
+    if (first := named[0] if isinstance(named, list) else named) != made:
         raise ConfigError(
-            f"{CONFIG} is of a {shown(named)}, but transformers makes a "
-            f"{type(inner).__name__}; save that one, and adopt it"
+            f"{CONFIG} is of a {shown(first)}, but transformers makes a {made}; save that one, and "
+            "adopt it"
         )
     kept = [name for name, _ in inner.named_buffers() if name in inner.state_dict()]
     if kept:
         raise ConfigError(
-            f"{type(inner).__name__} keeps {kept[0]}, which is no parameter: checkpoints of a run "
-            "would not have it"
+            f"{made} keeps {kept[0]}, which is no parameter: checkpoints of a run would not have it"
         )
     return inner
+
+
+def reason(error: Exception) -> str:
+    """Return an error of transformers as the end of a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST_REASON]}"
 
 
 def configuration(transformers: Any, tree: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -2,24 +2,25 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from foundation.files import read_json, write_json
-from foundation.paths import is_plain_name
+from foundation.files import write_json
+from foundation.typed_values import FileName
 from pretrain.checkpoint.pieces import open_tensors
 from pretrain.errors import CheckpointError
 from pretrain.model.adopted import AdoptedModel
 from pretrain.model.transformers_modules import (
     CONFIG,
-    LARGEST_JSON,
     configuration,
     empty_inner,
     library,
     read_config,
+    read_foreign,
 )
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,6 +29,13 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What INDEX has: the file of each tensor."""
+
+    weight_map: dict[str, FileName]
 
 
 def check_source(directory: Path, config: Mapping[str, Any]) -> None:
@@ -46,39 +54,52 @@ def open_weights(directory: Path, tree: Mapping[str, Any]) -> Iterator[Callable[
     `tree` is the directory's config.json. If its files have other names of tensors than the model,
     transformers converts all of them, in host memory.
     """
-    files, read = _files_of_tensors(directory), dict[str, Any]()
-    names = {name for name, _ in empty_inner(tree).named_parameters()}
+    files = _files_of_tensors(directory)
+    shapes = {name: parameter.shape for name, parameter in empty_inner(tree).named_parameters()}
+    has_all = shapes.keys() <= files.keys()
+    converted = {} if has_all else _converted(directory, tree, shapes.keys())
     with contextlib.ExitStack() as stack:
-        if names <= files.keys():
-            for file in {files[name] for name in names}:
-                read[file] = stack.enter_context(open_tensors(directory / file))
-            yield lambda name: read[files[own := name.removeprefix(PREFIX)]].get_tensor(own)
-            return
-        with library() as transformers:
-            config, options = configuration(transformers, tree)
-            inner, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=config,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                **options,
-            )
-        parameters = dict(inner.named_parameters())
-        if missing := sorted({*loading["missing_keys"], *(names - parameters.keys())}):
-            raise CheckpointError(f"{directory} has no {missing[0]} ({len(missing)} are missing)")
-        yield lambda name: parameters[name.removeprefix(PREFIX)].detach()
+        used = {files[name] for name in shapes} if has_all else ()
+        read = {name: stack.enter_context(open_tensors(directory / name)) for name in used}
+
+        def weight(name: str) -> Tensor:
+            own = name.removeprefix(PREFIX)
+            value = read[files[own]].get_tensor(own) if has_all else converted[own]
+            if value.shape != shapes[own] or not value.is_floating_point():
+                raise CheckpointError(
+                    f"{directory}: {own} has shape {list(value.shape)} of {value.dtype}, "
+                    f"transformers expects {list(shapes[own])} of floats"
+                )
+            return value
+
+        yield weight
+
+
+def _converted(directory: Path, tree: Mapping[str, Any], names: Set[str]) -> dict[str, Tensor]:
+    """Return the parameters as transformers makes them; CheckpointError if any is missing."""
+    with library() as transformers:
+        config, options = configuration(transformers, tree)
+        inner, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    parameters = {name: parameter.detach() for name, parameter in inner.named_parameters()}
+    if missing := sorted({*loading["missing_keys"], *(names - parameters.keys())}):
+        raise CheckpointError(f"{directory} has no {missing[0]} ({len(missing)} are missing)")
+    return parameters
 
 
 def _files_of_tensors(directory: Path) -> dict[str, str]:
     """Return the file of each tensor; CheckpointError without safetensors."""
     if (directory / INDEX).is_file():
-        tree = read_json(directory / INDEX, LARGEST_JSON)
-        files = tree.get("weight_map") if isinstance(tree, dict) else None
-        if not isinstance(files, dict) or not all(map(is_plain_name, files.values())):
-            raise CheckpointError(
-                f"{directory / INDEX} has no weight_map of file names; fetch the directory again"
-            )
+        files = read_foreign(_Index, directory / INDEX).weight_map
+        names = sorted({*files.values()})
+        if missing := [name for name in names if not (directory / name).is_file()]:
+            raise CheckpointError(f"{directory} has no {missing[0]}, which its {INDEX} names")
         return files
     if not (directory / WEIGHTS).is_file():
         raise CheckpointError(

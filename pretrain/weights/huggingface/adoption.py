@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from foundation.errors import ConfigError, shown
+from foundation.errors import ConfigError
 from foundation.typed_values import to_tree
 from pretrain.config.adopted import HEAD_FLOPS, AdoptedFacts, AdoptedWeight, CachedPart
 from pretrain.config.mixer import Role
@@ -46,6 +46,7 @@ from pretrain.model.transformers_modules import (
     fill_parameters,
     library,
     read_config,
+    reason,
 )
 from pretrain.weights.adopted import PREFIX, open_weights
 
@@ -64,24 +65,14 @@ def adopted_model(directory: Path) -> AdoptedModel:
     inner: Any = empty_inner(tree)
     roles = parameter_roles(inner)
     with open_weights(directory, tree) as weight:
-
-        def value_of(name: str, shape: torch.Size) -> Tensor:
-            if (value := weight(name)).shape != shape:
-                raise ConfigError(
-                    f"{directory}: {name} has shape {list(value.shape)}, transformers expects "
-                    f"{list(shape)}"
-                )
-            return value.float()
-
-        fill_parameters(inner, value_of)
+        fill_parameters(inner, lambda name, _: weight(name).float())
     try:
         return adapted(_measured(tree, inner.eval(), roles), inner, roles)
     except ConfigError:
         raise
     except (ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-        reason = shown(" ".join(str(error).split()))
         raise ConfigError(
-            f"{type(inner).__name__} does not read with its cache: {reason}"
+            f"{type(inner).__name__} does not read with its cache: {reason(error)}"
         ) from None
 
 
@@ -206,7 +197,8 @@ class AdoptedSubject:
     def error(self, logits_BLV: Tensor) -> float:
         """Return the largest difference of the text's end, as a fraction of what memory changes."""
         alone_BLV, _ = self.read([HALF])
-        effect = apart([alone_BLV], [self.whole_BTV[:, -HALF:]])
+        if not (effect := apart([alone_BLV], [self.whole_BTV[:, -HALF:]])):
+            raise ValueError("the logits do not depend on what was read before")
         return apart([logits_BLV], [self.whole_BTV[:, -logits_BLV.shape[1] :]]) / effect
 
 
