@@ -106,11 +106,8 @@ class MemoryLayout:
         Of a layer that carries nothing there are no rows.
         """
         layers = zip(self.taken_apart(memory).layers, self.parts.layers, strict=True)
-        nothing = LanePart(name="nothing", kind="rows")
-        firsts = (
-            (kept[0], parts[0]) if parts else (memory[-1][:, :0], nothing) for kept, parts in layers
-        )
-        return [_vectors(part, tensor) for tensor, part in firsts]
+        nothing = torch.empty(lane_count(memory), 0, 1)
+        return [_vectors(parts[0], kept[0]) if parts else nothing for kept, parts in layers]
 
     def moved(self, memory: Memory, device: torch.device, dtype: torch.dtype) -> Memory:
         """Return the memory on a device, with activations in `dtype`."""

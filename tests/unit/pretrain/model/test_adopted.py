@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from foundation.errors import ConfigError
 from foundation.typed_values import to_tree
@@ -19,6 +19,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.run import DataConfig, OptimConfig, RunConfig
 from pretrain.costs.device_memory import lane_bytes
 from pretrain.costs.flops import parameter_counts, token_flops
+from pretrain.model.memory import MemoryLayout
 from tests.helpers.checkout import ROOT
 
 FACTS = AdoptedFacts(
@@ -57,6 +58,13 @@ def test_lanes_carry_what_the_facts_list_and_no_more_rows_than_a_window():
     assert lane_bytes(half) == states + rows + documents
 
 
+def test_the_memory_of_a_layer_that_carries_nothing_has_no_norm():
+    layout = MemoryLayout(MODEL)
+    vectors = layout.vectors(layout.empty(2, torch.zeros(())))
+    assert [tuple(part.shape) for part in vectors] == [(2, 1, 24), (2, 0, 8), (2, 1, 24), (2, 0, 1)]
+    assert all(torch.linalg.vector_norm(part, dim=-1).sum() == 0 for part in vectors)
+
+
 def test_costs_follow_from_the_facts():
     counts = parameter_counts(MODEL)
     assert (counts.total, counts.body) == (48 + 200, 48)
@@ -88,11 +96,13 @@ def test_what_is_not_a_checkpoint_is_refused_in_one_line(tmp_path, corpus, capsy
     adopt = ["adopt", str(tmp_path), "--corpus", str(corpus.directory.parent)]
     for content, words in (
         (None, "has no config.json"),
-        ({}, "names no model_type"),
-        ({"model_type": "some", "quantization_config": {"bits": 4}}, "quantized"),
+        ("{", "is corrupted"),
+        ("[1]", "expected an object"),
+        ("{}", "names no model_type"),
+        ('{"model_type": "some", "quantization_config": {"bits": 4}}', "quantized"),
     ):
         if content is not None:
-            (tmp_path / "config.json").write_text(json.dumps(content))
+            (tmp_path / "config.json").write_text(content)
         assert main([*adopt, "--output", str(tmp_path / "mine.yaml")]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
