@@ -1,11 +1,8 @@
 """`pretrain adopt`: an experiment that trains a Hugging Face model with carried state."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from foundation.errors import ConfigError
 from foundation.files import write_new
@@ -18,13 +15,10 @@ from pretrain.config.run import DataConfig, RunConfig
 from pretrain.scaling.new_experiment import (
     TrainingText,
     check_new_file,
-    commented_lines,
+    commented_settings,
     fitting_batch,
     next_step,
 )
-
-if TYPE_CHECKING:
-    from pretrain.model.adopted import AdoptedModel
 
 LANES, SEGMENT, STEPS = 16, 1024, 500  # lanes and tokens, fewer for a small corpus; steps
 _OPTIM = {
@@ -35,11 +29,21 @@ _OPTIM = {
     "clip_norm": 1.0,
     "schedule": {"warmup_steps": STEPS // 20},
 }
+# What the file has -> its comment.
 _COMMENTS = {
+    "name": "",
     "initial_weights": "weights and tokenizer; the directory must stay there",
+    "model.num_layers": "",
+    "model.d_model": "",
+    "model.vocab_size": "",
     "model.memory_length": "rows of keys and values that lanes carry, per attention layer",
     "model.adopted": "measured by 'pretrain adopt'",
+    "data.path": "",
+    "data.lanes": "",
+    "data.segment_length": "",
+    **{f"optim.{name}": "" for name in _OPTIM},
     "optim.learning_rate": "tune it",
+    "checkpoint.interval": "",
 }
 
 
@@ -66,32 +70,18 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{arguments.directory} does not carry its state correctly ({check.name}): "
                 f"{check.description}; 'pretrain check-mixer --model' shows all checks"
             )
-    config = _experiment(arguments, file.stem, module, text)
-    shown: dict[str, Any] = {"name": config.name, "initial_weights": str(config.initial_weights)}
-    tree = to_tree(config)
-    names = ("num_layers", "d_model", "vocab_size", "memory_length", "adopted")
-    shown["model"] = {name: tree["model"][name] for name in names}
-    shown["data"] = {name: tree["data"][name] for name in ("path", "lanes", "segment_length")}
-    shown["optim"] = {name: tree["optim"][name] for name in _OPTIM}
-    shown["checkpoint"] = {"interval": config.checkpoint.interval}
-    merge(shown, parse_overrides(arguments.overrides))
-    write_new(file, "\n".join([*commented_lines(shown, _COMMENTS), ""]))
-    print(next_step(file, config))
-    return 0
-
-
-def _experiment(
-    arguments: argparse.Namespace, name: str, module: AdoptedModel, text: TrainingText
-) -> RunConfig:
     lanes, segment = fitting_batch(DataConfig(lanes=LANES, segment_length=SEGMENT), text)
-    has_rows = module.config.facts is not None and module.config.facts.has_rows
+    rows = segment if module.config.longest_memory else 0
     tree = {
-        "name": name,
+        "name": file.stem,
         "initial_weights": str(absolute(arguments.directory)),
-        "model": to_tree(replace(module.config, memory_length=segment if has_rows else 0)),
+        "model": to_tree(replace(module.config, memory_length=rows)),
         "data": {"path": str(text.path), "lanes": lanes, "segment_length": segment},
         "optim": _OPTIM,
         "checkpoint": {"interval": STEPS // 5},
     }
     merge(tree, parse_overrides(arguments.overrides))
-    return resolve(parse_config(RunConfig, tree, "command line"))
+    config = resolve(parse_config(RunConfig, tree, "command line"))
+    write_new(file, commented_settings(config, _COMMENTS, arguments.overrides))
+    print(next_step(file, config))
+    return 0

@@ -212,20 +212,12 @@ def experiment_text(
     run: RunConfig, file: Path, text: TrainingText, overrides: Sequence[str] = ()
 ) -> str:
     """Return the run as a commented experiment file, which `load_config` reads back."""
-    names = [name for name in _COMMENTS if name != "model"]
-    names += ["model.d_inner"] if run.model.d_inner else []
-    names += [override.partition("=")[0] for override in overrides]
-    tree, shown = to_tree(run), {}
-    for name in names:
-        *sections, key = name.split(".")
-        value, into = tree, shown
-        for section in sections:
-            value, into = value[section], into.setdefault(section, {})
-        into[key] = value[key]
-    paper, comments = to_tree(ModelConfig()), dict(_COMMENTS)  # whose defaults are the paper's
+    comments, paper = dict(_COMMENTS), ModelConfig()  # whose defaults are the paper's
+    if run.model.d_inner:
+        comments["model.d_inner"] = ""
     for name in _PARTS:
-        if tree["model"][name] != paper[name]:
-            comments[f"model.{name}"] = f"the paper's: {paper[name]}"
+        if getattr(run.model, name) != (of_paper := getattr(paper, name)):
+            comments[f"model.{name}"] = f"the paper's: {of_paper}"
     trial, tokens = max(1, run.optim.steps // 10), run.optim.steps * run.tokens_per_step
     parameters = amount(run_cost(run).parameters)
     return f"""\
@@ -237,19 +229,36 @@ def experiment_text(
 #   launcher submit {file} --cluster CLUSTER.yaml  on Slurm; 'launcher new-cluster' writes one
 # A shorter run: optim.steps={trial} optim.schedule.warmup_steps={max(1, trial // 20)}
 # 'new' and 'new --paper' start from different rates; for a fair comparison tune both.
-""" + "\n".join([*commented_lines(shown, comments), ""])
+""" + commented_settings(run, comments, overrides)
 
 
-def commented_lines(
+def commented_settings(
+    run: RunConfig, comments: Mapping[str, str], overrides: Sequence[str] = ()
+) -> str:
+    """Return the run's settings that have a comment, which may be "", and overridden ones, as YAML.
+
+    A section's comment is for its first line, and does not ask for all of its settings.
+    """
+    tree, shown = to_tree(run), {}
+    names = [name for name in comments if name not in tree or not isinstance(tree[name], dict)]
+    for name in (*names, *(override.partition("=")[0] for override in overrides)):
+        *sections, key = name.split(".")
+        value, into = tree, shown
+        for section in sections:
+            value, into = value[section], into.setdefault(section, {})
+        into[key] = value[key]
+    return "\n".join([*_commented_lines(shown, comments), ""])
+
+
+def _commented_lines(
     tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "", indent: str = ""
 ) -> Iterator[str]:
-    """Yield the lines of a YAML file with these settings."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         comment = f"  # {comments[name]}" if comments.get(name) else ""
         if value and isinstance(value, Mapping):
             yield f"{indent}{key}:{comment}"
-            yield from commented_lines(value, comments, f"{name}.", f"{indent}  ")
+            yield from _commented_lines(value, comments, f"{name}.", f"{indent}  ")
             continue
         shown = json_text(value, ensure_ascii=False)
         if isinstance(value, str) and not any(map(str.isspace, value)):
