@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -35,11 +36,13 @@ from pretrain.rundir.compare_runs import (
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import load_trained
 from pretrain.weights.huggingface.adoption import adopted_model, check_adopted
+from tests.helpers.checkout import ROOT
 from tests.helpers.corpora import some_texts, write_jsonl
 from tests.helpers.forked_ranks import IMPORTED, ForkedRanks
 from tests.helpers.hybrids import RIGHT, SHAPE, WRONG, random_model, save_random
 
 pytestmark = pytest.mark.transformers5
+PAGE = ROOT / "docs" / "hybrids.md"
 EXACT = 1e-5
 
 
@@ -192,6 +195,9 @@ def test_an_adopted_model_trains_is_evaluated_and_comes_back(adopted_run, tmp_pa
     assert main(["evaluate", str(run.path), *lengths, "--max-tokens", "500"]) == 0
     without, carried = json.loads(capsys.readouterr().out)["results"]
     assert without["loss"] != carried["loss"]
+    for line in re.findall(r"^    pretrain (evaluate mine .*)", PAGE.read_text(), re.MULTILINE):
+        words = line.replace("mine", str(run.path)).split()
+        assert main([*words, "--max-tokens", "500"]) == 0, capsys.readouterr().err
     back = tmp_path / "back"
     assert main(["export", str(run.path), "--format", "huggingface", "--output", str(back)]) == 0
     trained: Any = load_trained(run.path, torch.device("cpu")).module

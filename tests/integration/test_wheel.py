@@ -92,20 +92,23 @@ def test_the_modules_come_from_the_wheel(programs, tmp_path):
         assert f"usage: {program} " in run(programs, tmp_path, program, "--help")
 
 
-def test_a_new_experiment_is_planned_trained_and_resumed(wheel, programs, tmp_path):
+def test_the_first_commands_of_the_readme_run_and_resume(wheel, programs, tmp_path):
     version = wheel.name.split("-")[1]
     assert run(programs, tmp_path, "pretrain", "--version").startswith(f"pretrain {version}, torch")
     model = "configs/models/xl_modern_100m.yaml"
     described = run(programs, tmp_path, "pretrain", "describe", model, "model.vocab_size=32000")
     assert "100,125,440" in described
-    for name, count in (("text.jsonl", 90), ("valid.jsonl", 6)):
-        record = f'{{"text": "{"words " * 400}"}}\n'
-        (tmp_path / name).write_text(record * count)
-    build = ("data-pipeline", "build", "configs/data/bytes.yaml", "--input", "text.jsonl")
-    run(programs, tmp_path, *build, "--output", "data", "validation_input=valid.jsonl")
-    run(programs, tmp_path, "pretrain", "new", "mine.yaml", "--corpus=data", "--parameters=100k")
-    train = ("launcher", "local", "mine.yaml", "--ranks=1", "optim.schedule.warmup_steps=1")
-    for steps in (2, 3):
-        run(programs, tmp_path, *train, "evaluation.max_tokens=200", f"optim.steps={steps}")
+    (tmp_path / "TEXTS").mkdir()
+    for number in range(120):
+        (tmp_path / "TEXTS" / f"{number}.txt").write_text(f"{number} words " * 200)
+    short = ("optim.steps=2", "optim.schedule.warmup_steps=1", "evaluation.max_tokens=200")
+    settings = {"build": ["tokenizer.kind=bytes"], "local": short}
+    block = (ROOT / "README.md").read_text().partition("**Your text**")[2].split("```")[1]
+    for line in block.strip().splitlines():
+        words = line.partition("#")[0].split()
+        run(programs, tmp_path, *words, *settings.get(words[1], ()))
+    assert (tmp_path / "mine" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "mine" / "report.html").exists()
+    run(programs, tmp_path, "launcher", "local", "mine.yaml", *short, "optim.steps=3")
     starts = find_events(RunDir(tmp_path / "runs" / "mine").ledger.read(), TrainingBegan)
     assert [event.step for event in starts] == [0, 2]
