@@ -9,7 +9,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help venv venv-hybrids lock site state-passing demo shakespeare scaling-demo compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states power-real golden mutants coverage chaos bench dist gpu gpu-bundle test-gpu
+.PHONY: help venv venv-hybrids lock site state-passing demo shakespeare scaling-demo forecasts compare-variants check test test-transformers test-oldest test-slurm fuzz histories crash-states power-real golden mutants coverage chaos bench dist gpu gpu-bundle test-gpu
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -53,6 +53,9 @@ shakespeare: $(STAMP)  ## what memory is worth, next to a published result; TEXT
 	$(EXAMPLE)
 
 scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling-example.md
+	$(EXAMPLE)
+
+forecasts: $(STAMP)  ## forecasts of runs on code, and with BOOKS=FILE_OR_DIR on books, signed, trained and graded: docs/forecasts.md
 	$(EXAMPLE)
 
 compare-variants: $(STAMP)  ## members of the family at equal training FLOPs; QUICK=1 CORPUS=DIR MEMBERS=FILE JOBS=N CLUSTER=FILE

@@ -1,6 +1,6 @@
 """The text of the demos: the sources and documentation that every Python ships.
 
-`python -m benchmarks.texts FILE` writes it as JSONL.
+`python -m benchmarks.texts FILE` writes it as JSONL; with `--all` also tests and the longest files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from foundation.errors import DataError, exit_status_of
 from foundation.files import atomic_write
 
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
+TESTS = {"test", "tests", "idle_test"}
 TOPICS_FILE = "pydoc_data/topics.py"  # its entries become documents of their own
 MIN_CHARACTERS = 200  # of a document
 MAX_CHARACTERS = 40_000  # of a document: in so small a corpus each lane should read several
@@ -25,19 +26,24 @@ MIN_BYTES = 2_000_000  # of all text: the demo's model would memorize a smaller 
 Named = tuple[str, str]  # a document's name and text
 
 
-def standard_library() -> Iterator[Named]:
-    """Yield the standard library's sources, without tests and the longest files, and its topics."""
+def standard_library(*, is_whole: bool = False) -> Iterator[Named]:
+    """Yield the standard library's sources, and its topics; tests and the longest files only if it
+    is to be whole.
+    """
     root = Path(sysconfig.get_path("stdlib"))
+    left_out, most = (
+        (NOT_LIBRARY, sys.maxsize) if is_whole else (NOT_LIBRARY | TESTS, MAX_CHARACTERS)
+    )
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if name.as_posix() == TOPICS_FILE or NOT_LIBRARY & set(name.parts):
+        if name.as_posix() == TOPICS_FILE or left_out & set(name.parts):
             continue
         try:
             with tokenize.open(path) as file:  # decodes as the file itself declares
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
             continue
-        if MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS:
+        if MIN_CHARACTERS <= len(text) <= most:
             yield name.as_posix(), text
     yield from documentation_topics()
 
@@ -72,10 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the standard library's text to the file named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.texts")
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
-    path = parser.parse_args(arguments).file
+    parser.add_argument("--all", action="store_true", help="tests and the longest files, too")
+    parsed = parser.parse_args(arguments)
 
     def write() -> int:
-        print(f"{path}: {write_jsonl(path, standard_library())}")
+        summary = write_jsonl(parsed.file, standard_library(is_whole=parsed.all))
+        print(f"{parsed.file}: {summary}")
         return 0
 
     return exit_status_of(write)
