@@ -49,7 +49,7 @@ EXAMPLE = bash -ex examples/$@.sh
 demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, compare, evaluate, sample, report
 	$(EXAMPLE)
 
-shakespeare: $(STAMP)  ## what memory is worth, next to a published result; TEXT=input.txt (tinyshakespeare) THREADS=2
+shakespeare: $(STAMP)  ## what memory is worth, next to a published result; TEXT=input.txt (tinyshakespeare) THREADS=2 STEPS=2000
 	$(EXAMPLE)
 
 scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling-example.md
@@ -61,7 +61,7 @@ forecasts: $(STAMP)  ## forecasts of runs on code, and with BOOKS=FILE_OR_DIR on
 compare-variants: $(STAMP)  ## members of the family at equal training FLOPs; QUICK=1 CORPUS=DIR MEMBERS=FILE JOBS=N CLUSTER=FILE
 	$(EXAMPLE)
 
-state-passing: $(STAMP) venv-hybrids  ## a hybrid of transformers before and after 500 steps with carried state; TEXT=FILE SEEDS="0 1" STEPS=3000
+state-passing: $(STAMP) venv-hybrids  ## a hybrid of transformers before and after 500 steps with carried state; TEXT=FILE SEEDS="0 1" STEPS=3000 PASSED=500
 	PYTHONPATH=$(abspath $(HYBRIDS)) $(EXAMPLE)
 
 check: $(DEV_STAMP)  ## format, lint, types, structure, size of the packages, static costs on a GPU

@@ -13,7 +13,8 @@ for SEED in $SEEDS; do
         tokenizer.path=$OUT/before$SEED format=stream validation_fraction=0.1 test_bytes=0
     rm -rf $OUT/passed$SEED.yaml $OUT/run$SEED $OUT/after$SEED
     pretrain adopt $OUT/before$SEED --output $OUT/passed$SEED.yaml --corpus $OUT/data seed=$SEED \
-        data.lanes=16 data.segment_length=64 model.memory_length=64 optim.learning_rate=3e-4
+        data.lanes=16 data.segment_length=64 model.memory_length=64 optim.learning_rate=3e-4 \
+        ${PASSED:+optim.steps=$PASSED optim.schedule.warmup_steps=1}
     pretrain train $OUT/passed$SEED.yaml --run-dir $OUT/run$SEED
     pretrain export $OUT/run$SEED --format huggingface --output $OUT/after$SEED
     python examples/state_passing.py losses $OUT/data $OUT/losses$SEED.csv \
