@@ -144,7 +144,7 @@ class AdoptedModel(nn.Module):
         ):
             for part, tensor in zip(parts, tensors, strict=True):
                 held = self._rotated(tensor, first) if _own_name(part) == "keys" else tensor
-                fill_layer(layer, _own_name(part), held, rows + first)
+                fill_layer(layer, _own_name(part), held, rows)
         options: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         if self._takes_positions:
             positions_L = torch.arange(tokens, device=tokens_BL.device) + rows + first

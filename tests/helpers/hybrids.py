@@ -62,6 +62,9 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
     "bamba": {**SHAPE, **MAMBA, "attn_layer_indices": [1, 3]},
     "lfm2": {**SHAPE, "layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
+    "qwen3_5_moe_text": {**SHAPE, **DELTA, **EXPERTS},
+    **dict.fromkeys(("llama", "qwen3", "mistral"), SHAPE),
+    "gemma3_text": {**SHAPE, "sliding_window": 16},
 }  # fmt: skip
 OF_MAMBA_1: dict[str, Any] = {**SHAPE, "state_size": 8, "mamba_d_state": 8, "mamba_dt_rank": 4}
 # model_type -> its settings, and the check that it fails.
