@@ -16,6 +16,7 @@ extensions = ["myst_parser"]
 root_doc = "README"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md"]
 myst_heading_anchors = 4
+highlight_language = "none"  # commands, settings and drawings, but for fences that say so
 pygments_style = "friendly"
 
 # The pages in the groups and the order of docs/README.md, which names each once or more.
