@@ -99,6 +99,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.follow and (changed or len(arguments.runs) > 1):
         flag = _flag(changed[0]) if changed else f"{len(arguments.runs)} runs"
         raise ConfigError(f"--follow scores one run as its report does: found {flag}")
+    if arguments.split != "validation":
+        changed.append("split")
     arguments.is_curve = not changed and (len(arguments.runs) > 1 or arguments.follow)
     for kind, flags in OWN_FLAGS.items():
         for name, default in flags.items():

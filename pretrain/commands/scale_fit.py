@@ -23,7 +23,7 @@ from pretrain.commands.scale import (
 from pretrain.config.resolve import with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import run_cost
-from pretrain.scaling.collect import rate_checks, row_of, shown_rows, write_rows
+from pretrain.scaling.collect import rate_checks, row_of, shown_rows, with_one_text, write_rows
 from pretrain.scaling.fit import (
     TITLES,
     Fit,
@@ -64,7 +64,7 @@ def run_collect(arguments: argparse.Namespace) -> int:
     output = arguments.output or runs / "runs.csv"
     check_output_file("--output", output, "runs.csv")
     check_table_path(output)
-    rows = list(map(row_of, cells_of(sweep, arguments.sweep, runs)))
+    rows = list(with_one_text(list(map(row_of, cells_of(sweep, arguments.sweep, runs)))))
     write_rows(output, rows)
     left_out = [row for row in rows if row.excluded]
     print(fitted_table(shown_rows(rows)))

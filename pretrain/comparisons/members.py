@@ -82,8 +82,9 @@ def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
     heads = [f"loss from token {FAR}", "needle", "rate"]
     heads += ["state of a lane", "tokens/s", "parameters", "tokens"]
     losses, rows = member_rows([result.seeds for result in results]), []
-    by_loss = sorted(results, key=lambda result: result.loss)
-    for result, of_seeds in zip(by_loss, losses[1:], strict=True):
+    by_name = {result.member: result for result in results}
+    for of_seeds in losses[1:]:
+        result = by_name[of_seeds[0]]
         needle = list(result.probed("needle").values())
         rows.append(
             [

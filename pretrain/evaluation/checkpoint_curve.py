@@ -1,7 +1,7 @@
 """Losses of a run's kept checkpoints, measured by another job than the run's.
 
 RUN/evaluations.jsonl has a line for each, in the format of metrics.jsonl. The report and
-evaluations.csv show them, and TensorBoard does under the name tensorboard-checkpoints.
+evaluations.csv show them, and TensorBoard does as tensorboard-checkpoints-TOKENS-tokens.
 """
 
 import time
@@ -43,7 +43,8 @@ def write_point(run_dir: RunDir, step: int, values: Mapping[str, Any]) -> None:
     """Add a measured checkpoint to the run's files; the latest line of a step counts."""
     line = {"kind": "evaluation", "step": step, "time": time.time(), **values}
     append_whole(run_dir.evaluations, f"{json_text(line)}\n".encode())
-    board = TensorBoard(run_dir.tensorboard.with_name("tensorboard-checkpoints"), step)
+    text = f"{sum(tokens for _, tokens in values[PARTS])}-tokens"  # a curve has losses of one text
+    board = TensorBoard(run_dir.tensorboard.with_name(f"tensorboard-checkpoints-{text}"), step)
     board.append([line])
     board.close()
     rows = run_dir.read_evaluations()

@@ -11,7 +11,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from foundation.errors import printable
 from foundation.files import atomic_write, make_directory
 from foundation.tables import write_csv
 from pretrain.reporting.run_history import History
+from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.rundir.history import setting_changes
 from pretrain.rundir.metric_names import SMOOTHED_LOSS, STEP_LOSS, VALIDATION_LOSS, set_losses
 from pretrain.rundir.metrics_file import parse_totals
@@ -248,7 +249,7 @@ def run_panels(history: History) -> list[Panel]:
 
     train, norm = history.train, "norm before clipping"
     has_sets = bool(set_losses(history.summary.evaluation))
-    has_memory = has("loss_without_memory", history.evaluations)
+    has_memory = has("loss_without_memory", history.measured.evaluations)
     has_layers = bool(history.layers("grad_norm"))
     norms, updates = (partial(_by_layer, kind) for kind in ("grad_norm", "update_ratio"))
     seconds = "seconds since the first start"
@@ -288,9 +289,7 @@ def _loss(history: History, axes: Axes) -> None:
     axes.plot(steps_X, losses_X, color=FIRST, linewidth=0.8, label=STEP_LOSS)
     smooth = {"color": SECOND, "linewidth": 1.6, "label": SMOOTHED_LOSS}
     axes.plot(*history.smooth_loss, **smooth)
-    validated = history.series("loss", history.evaluations)
-    if history.evaluations:
-        axes.plot(*validated, "o", color=INK, markersize=4, label=VALIDATION_LOSS)
+    validated_X = _plot_by_text(history, axes, "loss", VALIDATION_LOSS, "o", INK)
     for number, event in enumerate(history.rewinds):
         label = "rewind" if number == 0 else None
         step = event.to_step
@@ -302,7 +301,25 @@ def _loss(history: History, axes: Axes) -> None:
             skipped, height, "x", color=ALARM, markersize=6, label="skipped",
             transform=across,
         )  # fmt: skip
-    _hide_the_first_losses(axes, [losses_X], validated[1])
+    _hide_the_first_losses(axes, [losses_X], validated_X)
+
+
+def _plot_by_text(
+    history: History, axes: Axes, name: str, label: str, form: str, color: str
+) -> np.ndarray:
+    """Draw a loss of the evaluations, a series for each text that they scored; return the losses.
+
+    Marks of other texts than that of the results are hollow.
+    """
+    drawn = [np.empty(0)]
+    for text, lines in history.evaluations_by_text.items():
+        is_other = text != history.text
+        words = f", {EvaluatedText.of_line(lines[-1]).description}" * is_other
+        steps_X, losses_X = history.series(name, lines)
+        style = {"color": color, "markersize": 4, "fillstyle": "none" if is_other else "full"}
+        axes.plot(steps_X, losses_X, form, label=label + words, **style)
+        drawn.append(losses_X)
+    return np.concatenate(drawn)
 
 
 def _hide_the_first_losses(
@@ -368,12 +385,10 @@ def _by_layer(kind: str, history: History, axes: Axes) -> None:
 
 def _value_of_memory(history: History, axes: Axes) -> None:
     """Draw the validation loss with the memory of training and without memory."""
-    without, with_memory = (
-        history.series(name, history.evaluations) for name in ("loss_without_memory", "loss")
-    )
-    style = {"marker": "o", "markersize": 3.5}
-    axes.plot(*without, color=FAINT, linewidth=1.2, label="without memory", **style)
-    axes.plot(*with_memory, color=SECOND, linewidth=1.6, label="with memory", **style)
+    both = [line for line in history.measured.evaluations if "loss_without_memory" in line]
+    measured = replace(history, measured=replace(history.measured, evaluations=both))
+    _plot_by_text(measured, axes, "loss_without_memory", "without memory", "o-", FAINT)
+    _plot_by_text(measured, axes, "loss", "with memory", "o-", SECOND)
 
 
 def _losses_of_sets(history: History, axes: Axes) -> None:
@@ -409,9 +424,11 @@ def _progress(history: History, axes: Axes) -> None:
 def _losses(runs: Sequence[Run], spent: Spent, axes: Axes) -> None:
     """Draw smoothed losses over what was spent, and validation losses as dots, a color per member.
 
-    Several seeds of a member are drawn as their mean, in a band from the lowest to the highest,
-    where all of them have losses.
+    Several seeds of a member are drawn as the means of what they had spent and of their losses
+    after each step that all have made, in a band from the lowest loss to the highest. There are no
+    dots if the runs were scored on different texts.
     """
+    has_dots = len({history.text for history, _ in runs}) == 1
     for name, color, histories in _members(runs):
         curves = []
         for history in histories:
@@ -419,22 +436,24 @@ def _losses(runs: Sequence[Run], spent: Spent, axes: Axes) -> None:
             known = [(0, 0), *((step, amount) for step, amount in points if amount is not None)]
             spent_at = partial(np.interp, xp=[step for step, _ in known], fp=[x for _, x in known])
             steps_X, losses_X = history.smooth_loss
-            curves.append((spent_at(steps_X), losses_X))
-            if history.evaluations:
+            curves.append((steps_X, spent_at(steps_X), losses_X))
+            if history.evaluations and has_dots:
                 steps_X, losses_X = history.series("loss", history.evaluations)
                 style = {"color": color, "markersize": 3.5, "label": f"_{name} {VALIDATION_LOSS}"}
                 axes.plot(spent_at(steps_X), losses_X, "o", **style)
-        x_X, losses_X = curves[0]
+        _, x_X, losses_X = curves[0]
         if len(curves) > 1:
-            x_X = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
-            losses_SX = np.stack([np.interp(x_X, *curve) for curve in curves])
+            first, last = max(c[0][0] for c in curves), min(c[0][-1] for c in curves)
+            steps_X = np.linspace(first, last, 200)
+            x_X = np.mean([np.interp(steps_X, steps, x) for steps, x, _ in curves], 0)
+            losses_SX = np.stack([np.interp(steps_X, steps, y) for steps, _, y in curves])
             losses_X, lowest_X, highest_X = losses_SX.mean(0), losses_SX.min(0), losses_SX.max(0)
             band = {"color": color, "alpha": 0.2, "linewidth": 0, "label": f"_{name} seeds"}
             axes.fill_between(x_X, lowest_X, highest_X, **band)
         axes.plot(x_X, losses_X, color=color, linewidth=1.6, label=name)
-    validated = [history.series("loss", history.evaluations)[1] for history, _ in runs]
+    validated = [h.series("loss", h.evaluations)[1] for h, _ in runs if has_dots]
     trained = [history.smooth_loss[1] for history, _ in runs]
-    _hide_the_first_losses(axes, trained, np.concatenate(validated))
+    _hide_the_first_losses(axes, trained, np.concatenate([[], *validated]))
 
 
 def _members(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[History]]]:

@@ -38,34 +38,46 @@ class Member:
 
     @property
     def loss(self) -> float:
-        return fmean(self.losses.values())
+        """The mean; NaN if the seeds were scored on different texts."""
+        texts = {self.text(seed).part_tokens for seed in self.losses}
+        return fmean(self.losses.values()) if len(texts) == 1 else math.nan
+
+    def text(self, seed: int) -> EvaluatedText:
+        return self.texts.get(seed, EvaluatedText())
 
 
 def member_rows(members: Sequence[Member]) -> list[tuple[str, ...]]:
     """Return heads and a row per member, lowest mean loss first."""
-    ordered = sorted(members, key=lambda member: member.loss)
+    ordered = by_loss(members)
     rows: list[tuple[str, ...]] = [HEADS]
     for member in ordered:
-        errors = _half_interval(list(member.losses.values()))
-        text = next(iter(member.texts.values()), EvaluatedText())
-        cells = (
+        name, count, text = (
             member.name,
             str(len(member.losses)),
-            f"{member.loss:.4f}",
-            format_number(errors and errors[0], ".4f"),
+            member.text(next(iter(member.losses))),
         )
+        if math.isnan(member.loss):
+            rows.append((name, count, *"----", "different texts"))
+            continue
+        errors = _half_interval(list(member.losses.values()))
+        cells = name, count, f"{member.loss:.4f}", format_number(errors and errors[0], ".4f")
         rows.append((*cells, *_difference(ordered[0], member), text.description))
     return rows
+
+
+def by_loss(members: Sequence[Member]) -> list[Member]:
+    """Return the members, lowest mean loss first, and last the ones without a mean."""
+    return sorted(members, key=lambda member: (math.isnan(member.loss), member.loss))
 
 
 def _difference(first: Member, member: Member) -> tuple[str, str]:
     """Return the cells of a member's difference from the first, and of its interval."""
     seeds = [seed for seed in first.losses if seed in member.losses]
-    if member is first or not seeds:
+    texts = [[one.text(seed) for one in (member, first)] for seed in seeds]
+    if member is first or not seeds or any(a.part_tokens != b.part_tokens for a, b in texts):
         return "-", "-"
     pairs = [member.losses[seed] - first.losses[seed] for seed in seeds]
     mean, errors = fmean(pairs), _half_interval(pairs)
-    texts = [[one.texts.get(seed, EvaluatedText()) for one in (member, first)] for seed in seeds]
     known = [error for pair in texts if (error := difference_error(*pair)) is not None]
     is_unclear = bool(known) and abs(mean) < 1.96 * fmean(known)
     interval = f"{mean - errors[1]:+.4f} to {mean + errors[1]:+.4f}" if errors else "-"

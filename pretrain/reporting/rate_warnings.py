@@ -97,9 +97,10 @@ def _rise(history: History) -> float:
     )
     levels_P = sums_P / counts_P
     rise = float(levels_P[-1] / levels_P.min() - 1)
-    _, validated_X = history.series("loss", history.evaluations)
-    if len(validated_X) > 1 and validated_X[-1] < (1 + LEAST_RISE) * validated_X.min():
-        return 0.0
+    for lines in history.evaluations_by_text.values():
+        _, validated_X = history.series("loss", lines)
+        if len(validated_X) > 1 and validated_X[-1] < (1 + LEAST_RISE) * validated_X.min():
+            return 0.0
     return rise if rise > LARGE_RISE else 0.0
 
 

@@ -19,6 +19,7 @@ from pretrain.checkpoint.verify import latest_step
 from pretrain.config.run import RunConfig
 from pretrain.costs.flops import model_in_words
 from pretrain.reporting.results import RunResults, results_of
+from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.rundir.events import Event, Published, ResumeFrom, Rewind, TrainingBegan
 from pretrain.rundir.history import Interruption, find_events, interruptions, last_event, time_spent
 from pretrain.rundir.metric_names import smoothed_loss
@@ -36,6 +37,7 @@ MOST_BUCKETS = 1500  # a run of no more steps is kept whole
 logger = logging.getLogger(__name__)
 
 Line = Mapping[str, Any]
+PartTokens = tuple[int, ...]  # of an `EvaluatedText`: which text a loss rests on
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class History:
     ledger: Sequence[Event]
     last_sign: float  # when the latest measurement was written, seconds since 1970
     saved_step: int  # of the latest checkpoint
+    text: PartTokens  # that the results rest on: of RUN@STEP's line, or the run's last evaluation
     is_running: bool = False
 
     @property
@@ -115,7 +118,16 @@ class History:
 
     @property
     def evaluations(self) -> Sequence[Line]:
-        return self.measured.evaluations
+        """The evaluations on the text of the results: only losses of one text are compared."""
+        return self.evaluations_by_text.get(self.text, [])
+
+    @property
+    def evaluations_by_text(self) -> dict[PartTokens, list[Line]]:
+        """All evaluations; those on the text of the results are the last ones."""
+        by_text: dict[PartTokens, list[Line]] = {}
+        for line in sorted(self.measured.evaluations, key=lambda line: _text_of(line) == self.text):
+            by_text.setdefault(_text_of(line), []).append(line)
+        return by_text
 
     @property
     def name(self) -> str:
@@ -246,11 +258,14 @@ def read_history(path: Path) -> History:
     last = math.inf if until is None else until
     lines = (line for line in read_measurements(run_dir.metrics) if line["step"] <= last)
     measured = thinned(lines, latest if until is None else until)
-    evaluations = {line["step"]: line for line in measured.evaluations}
-    for line in run_dir.read_evaluations():
-        if line["step"] <= last:
-            evaluations[line["step"]] = {**evaluations.get(line["step"], {}), **line}
-    measured = replace(measured, evaluations=[evaluations[step] for step in sorted(evaluations)])
+    of_checkpoints = [line for line in run_dir.read_evaluations() if line["step"] <= last]
+    evaluations: dict[Any, Line] = {}
+    for line in (*of_checkpoints, *measured.evaluations):
+        key = line["step"], _text_of(line)
+        evaluations[key] = {**evaluations.get(key, {}), **line}
+    named = [line for line in of_checkpoints if line["step"] == until]
+    text = _text_of([{}, *of_checkpoints, *measured.evaluations, *named][-1])
+    measured = replace(measured, evaluations=[evaluations[key] for key in sorted(evaluations)])
     if not len(measured.loss_steps_B):
         raise DataError(f"{path} has no measured step yet; train it first")
     ledger, last_sign = run_dir.ledger.history(), run_dir.metrics.stat().st_mtime
@@ -265,6 +280,7 @@ def read_history(path: Path) -> History:
         ledger=ledger,
         last_sign=last_sign,
         saved_step=latest_step(run_dir.checkpoints) if until is None else until,
+        text=text,
         # Whether another host's lock is held cannot be known: such a run counts as running.
         is_running=until is not None or any(lock.is_held is not False for lock in run_dir.locks()),
     )
@@ -283,3 +299,7 @@ def read_histories(paths: Sequence[Path]) -> list[History]:
     for problem in problems:
         logger.warning("left out: %s", problem)
     return histories
+
+
+def _text_of(line: Line) -> PartTokens:
+    return EvaluatedText.of_line(line).part_tokens

@@ -185,6 +185,7 @@ def _cards(history: History) -> list[Card]:
     cards = [Card(format_number(loss, ".4f"), words)]
     if results.validation_loss is not None:
         words = f"{VALIDATION_LOSS} after step {history.evaluations[-1]['step']:,}"
+        words += f", on {results.validation_text}"
         if results.bits_per_byte is not None:
             words += f", {results.bits_per_byte:.4f} bits per byte"
         cards.append(Card(f"{results.validation_loss:.4f}", words))
@@ -228,7 +229,7 @@ def _sets(history: History) -> str:
 
 def _tasks(history: History) -> str:
     """The latest metrics of tasks, if there are any."""
-    if (line := latest_with_tasks(history.evaluations)) is None:
+    if (line := latest_with_tasks(history.measured.evaluations)) is None:
         return ""
     rows = [[printable(name), f"{value:.4f}"] for name, value in task_columns(line).items()]
     words = f"After step {line['step']:,}."
@@ -288,7 +289,10 @@ def render_comparison(
         section("Different settings", differing),
         section("Speed", speeds),
     ]
-    lead = f"{len(histories)} runs over the tokens they have read; dots are validation losses."
+    texts = {history.text: history.results.validation_text for history in histories}
+    dots = f"dots are validation losses on {next(iter(texts.values()))}"
+    dots = dots if len(texts) == 1 else "validated on different texts, so there are no dots"
+    lead = f"{len(histories)} runs over the tokens they have read; {dots}."
     lead += " Lines are means over seeds, bands their range." if of_members else ""
     words = {model_in_words(history.config) for history in histories}
     lead += f" {words.pop()}." if len(words) == 1 else ""
@@ -308,6 +312,6 @@ def _numbers(history: History) -> dict[str, str]:
         },
         **{
             printable(name): f"{value:.4f}"
-            for name, value in task_columns(latest_with_tasks(history.evaluations)).items()
+            for name, value in task_columns(latest_with_tasks(history.measured.evaluations)).items()
         },
     }

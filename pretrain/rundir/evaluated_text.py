@@ -34,11 +34,16 @@ class EvaluatedText:
         if not line or not line.get(PARTS):
             return cls()
         parts = ((math.nan if loss is None else loss, tokens) for loss, tokens in line[PARTS])
-        return cls(int(line["documents"]), tuple(parts))
+        return cls(int(line.get("documents") or 0), tuple(parts))
 
     @property
     def tokens(self) -> int:
-        return sum(tokens for _, tokens in self.parts)
+        return sum(self.part_tokens)
+
+    @property
+    def part_tokens(self) -> tuple[int, ...]:
+        """The tokens of each part: equal for equal texts, and only their losses are compared."""
+        return tuple(tokens for _, tokens in self.parts)
 
     @property
     def standard_error(self) -> float | None:
@@ -72,7 +77,7 @@ def is_parts(value: Any) -> bool:
 
 def difference_error(first: EvaluatedText, second: EvaluatedText) -> float | None:
     """Return the standard error of the difference of two losses on the same parts, else None."""
-    if [tokens for _, tokens in first.parts] != [tokens for _, tokens in second.parts]:
+    if first.part_tokens != second.part_tokens:
         return None
     pairs = zip(first.parts, second.parts, strict=True)
     return _standard_error([(loss - other, tokens) for (loss, tokens), (other, _) in pairs])

@@ -10,7 +10,7 @@ from foundation.errors import ConfigError
 from pretrain.checkpoint.directory import step_directory
 from pretrain.checkpoint.verify import counts, steps_that_count
 from pretrain.errors import CheckpointError
-from pretrain.rundir.evaluated_text import PARTS
+from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 
@@ -62,8 +62,7 @@ def _best(run_dir: RunDir, steps: Sequence[int]) -> list[int]:
     losses: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
     for line in [*run_dir.read_metrics(), *run_dir.read_evaluations()]:
         if line["kind"] == "evaluation" and line["step"] in steps and line["loss"] is not None:
-            text = tuple(tokens for _, tokens in line.get(PARTS) or ())
-            losses[text][line["step"]] = line["loss"]
+            losses[EvaluatedText.of_line(line).part_tokens][line["step"]] = line["loss"]
     if not losses:
         return []
     text = max(losses, key=lambda text: (len(losses[text]), sum(text)))

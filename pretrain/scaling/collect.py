@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -181,6 +182,15 @@ def row_of(placed: PlacedCell) -> Row:
         set_losses=set_losses(last),
         tasks=task_columns(last) | ({} if excluded else probe_columns(placed.path, step)),
     )
+
+
+def with_one_text(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield the rows; exclude the ones whose loss rests on another text than most losses do."""
+    usual = Counter(row.text.part_tokens for row in rows if not row.excluded).most_common(1)
+    other = "validated on {}, most runs on another text; set one evaluation.max_tokens for all"
+    for row in rows:
+        is_other = not row.excluded and row.text.part_tokens != usual[0][0]
+        yield replace(row, excluded=other.format(row.text.description)) if is_other else row
 
 
 def rate_checks(rows: Sequence[Row]) -> list[str]:

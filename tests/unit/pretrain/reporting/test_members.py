@@ -13,7 +13,12 @@ def text(*losses: float) -> EvaluatedText:
 
 
 def test_a_difference_is_paired_by_seed_with_students_interval():
-    rows = member_rows([Member("b", B, dict.fromkeys(B, text(3, 2))), Member("a", A, {})])
+    rows = member_rows(
+        [
+            Member("b", B, dict.fromkeys(B, text(3, 2))),
+            Member("a", A, dict.fromkeys(A, text(2.9, 1.9))),
+        ]
+    )
     assert [row[:3] for row in rows[1:]] == [("a", "3", "2.0500"), ("b", "3", "2.1500")]
     interval = ttest_rel(list(B.values()), list(A.values())).confidence_interval()
     assert rows[2][4:6] == ("+0.1000", f"{interval.low:+.4f} to {interval.high:+.4f}")
@@ -25,12 +30,20 @@ def test_a_difference_is_paired_by_seed_with_students_interval():
     [
         (text(2.01, 5.01, 1.01), "+0.0100"),  # every part agrees
         (text(2.30, 4.80, 0.93), "+0.0100?"),  # one does, others do not
-        (text(2.01, 5.01), "+0.0100"),  # other text: nothing is known
+        (text(2.01, 5.01), "-"),  # losses on other text are not subtracted
     ],
 )
 def test_a_difference_that_the_split_cannot_tell_is_marked(other, difference):
     first, second = Member("a", {1: 2.66}, {1: text(2, 5, 1)}), Member("b", {1: 2.67}, {1: other})
     assert member_rows([first, second])[2][4] == difference
+
+
+def test_seeds_that_were_scored_on_different_texts_have_no_mean():
+    mixed = Member("a", A, {1: text(2, 5), 2: text(2, 5, 1), 3: text(2, 5, 1)})
+    other = Member("b", B, dict.fromkeys(B, text(2, 5, 1)))
+    rows = member_rows([mixed, other])
+    assert rows[1][:3] == ("b", "3", "2.1500")
+    assert rows[2] == ("a", "3", *"----", "different texts")
 
 
 @pytest.mark.parametrize(

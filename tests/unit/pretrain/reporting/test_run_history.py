@@ -25,7 +25,7 @@ from pretrain.config.run import (
 from pretrain.reporting import charts
 from pretrain.reporting.charts import run_panels
 from pretrain.reporting.rate_warnings import rate_warnings
-from pretrain.reporting.run_history import MOST_BUCKETS, read_history
+from pretrain.reporting.run_history import MOST_BUCKETS, History, read_history
 from pretrain.rundir.events import (
     Event,
     JobEnded,
@@ -103,6 +103,39 @@ def test_goodput_is_the_share_of_the_time_under_way_that_went_into_steps_that_co
     assert (spent.training, spent.evaluation, spent.restarts) == pytest.approx((40, 2, 49))
     assert spent.goodput == history.results.goodput == pytest.approx(40 / 91)
     assert (len(history.failures), history.measured.num_skipped, history.tokens) == (1, 1, 320)
+
+
+def scored(step: int, loss: float, tokens: int, **more: float) -> dict:
+    measured = {"loss": loss, "documents": 1, "parts": [[loss, tokens], [loss, tokens]], **more}
+    return {"kind": "evaluation", "step": step, "time": 5.0, **measured}
+
+
+def evaluated(run: Path, own: dict, of_checkpoints: Sequence[dict]) -> Path:
+    with RunDir.open(run).metrics.open("a") as file:
+        file.write(json.dumps(own) + "\n")
+    lines = [json.dumps(line) + "\n" for line in of_checkpoints]
+    RunDir.open(run).evaluations.write_text("".join(lines))
+    return run
+
+
+def test_losses_of_different_texts_are_neither_subtracted_nor_joined(run):
+    own = scored(40, 2.8, 50, loss_without_memory=2.9)
+    evaluated(run, own, [scored(20, 2.7, 90), scored(30, 2.85, 50), scored(40, 2.5, 90)])
+    history = read_history(run)
+    assert history.results.memory_gain == pytest.approx(0.1)
+    assert (history.results.validation_loss, history.results.validation_step) == (2.8, None)
+    assert [line["loss"] for line in history.evaluations] == [2.85, 2.8]
+    memory, loss = (chart_lines(history, title) for title in ("Value of the memory", "Loss"))
+    assert memory["with memory"] == [2.8]
+    assert memory["without memory"] == [2.9]
+    assert loss["validation loss"] == [2.85, 2.8]
+    assert loss["validation loss, 180 tokens of 1 document"] == [2.7, 2.5]
+
+
+def chart_lines(history: History, title: str) -> dict[str, list[float]]:
+    axes = Figure().subplots()
+    next(panel for panel in run_panels(history) if panel.title == title).draw(axes)
+    return {str(line.get_label()): [*np.asarray(line.get_ydata())] for line in axes.lines}
 
 
 def test_an_attempt_that_was_killed_with_its_supervisor_is_a_failed_one(run):

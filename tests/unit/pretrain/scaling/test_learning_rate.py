@@ -24,7 +24,7 @@ from pretrain.costs.device_memory import checkpoint_bytes
 from pretrain.costs.flops import computed_step_flops, run_cost
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.run_dir import RunDir
-from pretrain.scaling.collect import Row, read_rows
+from pretrain.scaling.collect import Row, read_rows, with_one_text
 from pretrain.scaling.learning_rate import TOLERABLE, best_rate_lines, fit_rates
 from pretrain.sweeps.cell_runs import config_of
 from pretrain.sweeps.sweep_file import read_sweep
@@ -272,6 +272,15 @@ def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> Row:
     ended = {"progress": 1.0 if loss else 0.5, "excluded": "diverged" * (loss == math.inf)}
     name = f"c1e09-{member}-lr{rate:g}-s{seed}"
     return Row(name=name, loss=loss, learning_rate=rate, seed=seed, **ended)
+
+
+def test_a_row_that_rests_on_another_text_than_most_is_left_out_of_the_table():
+    usual, other = "[[2.0, 50], [2.1, 50]]", "[[2.0, 30]]"
+    rows = [replace(ended("a", 1e-3, 2.0, seed), loss_parts=usual) for seed in (1, 2)]
+    rows += [replace(rows[0], name="other", loss_parts=other, loss_documents=1)]
+    reasons = [row.excluded for row in with_one_text(rows)]
+    assert reasons[:2] == ["", ""]
+    assert reasons[2].startswith("validated on 30 tokens of 1 document, most runs on another")
 
 
 def test_a_members_best_rate_has_the_lowest_mean_of_its_seeds_once_all_runs_have_ended():
