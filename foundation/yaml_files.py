@@ -63,12 +63,18 @@ def find_config(path: Path) -> Path:
     return shipped if shipped.exists() else path
 
 
-def read_tree(path: Path) -> Tree:
-    """Return `path` merged over all files that it extends, as plain dicts of unchecked values."""
-    return _read_tree(path, (), iter(range(MOST_FILES)))
+def read_tree(path: Path, whole: str = "", relative: str = "") -> Tree:
+    """Return `path` merged over all files that it extends, as plain dicts of unchecked values.
+
+    A section `whole` replaces the extended file's instead of being merged with it; `relative` is a
+    path relative to the file that has it, and is returned with the file's directory before it.
+    """
+    return _read_tree(path, (), iter(range(MOST_FILES)), whole, relative)
 
 
-def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[int]) -> Tree:
+def _read_tree(
+    path: Path, extended_by: tuple[Path, ...], remaining: Iterator[int], whole: str, relative: str
+) -> Tree:
     """Return the tree as `read_tree` does; take one item of `remaining` for each file."""
     if next(remaining, None) is None:
         raise ConfigError(
@@ -89,7 +95,12 @@ def _read_tree(path: Path, extended_by: tuple[Path, ...], remaining: Iterator[in
         )
     merged: Tree = {}
     for parent in parents:
-        merge(merged, _read_tree(path.parent / parent, (*extended_by, resolved), remaining))
+        above = (*extended_by, resolved), remaining, whole, relative
+        merge(merged, _read_tree(path.parent / parent, *above))
+    if whole in own:
+        merged.pop(whole, None)
+    if isinstance(own.get(relative), str):
+        own[relative] = str(path.parent / own[relative])
     merge(merged, own)
     return merged
 

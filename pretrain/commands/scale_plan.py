@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         own = {name: getattr(arguments, name) for name in ("flops", "seeds")}
         given = {name: value for name, value in own.items() if value}
         comparison = replace(comparison, **given)
-        file, overrides = find_config(file.parent / comparison.experiment), comparison.settings
+        file, overrides = find_config(comparison.experiment), comparison.settings
         name = comparison.name
         if not file.exists():
             raise ConfigError(

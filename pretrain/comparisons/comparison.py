@@ -10,7 +10,8 @@
       no-memory: [model.memory_length=0]
       transformer-xl: []
 
-A cell's name is cFLOPS-MEMBER-lrRATE-sSEED, so other FLOPs make other runs. Torch-free.
+A file that extends another keeps what it does not set; its members replace the other's. A cell's
+name is cFLOPS-MEMBER-lrRATE-sSEED, so other FLOPs make other runs. Torch-free.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foundation.errors import ConfigError
-from foundation.settings import load_config, require_name
+from foundation.settings import parse_config, require_name
 from foundation.yaml_files import read_tree
 from pretrain.scaling.plan import PlannedRun, at_computed_flops, planned_run, varied
 from pretrain.sweeps.sweep_file import check_overrides
@@ -61,12 +62,12 @@ class Comparison:
 
 def read_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
     """Return the comparison in a file, with further settings of all members."""
-    tree = read_tree(path)
+    tree = read_tree(path, whole="members", relative="experiment")
     members = tree.get("members")
     for member, settings in members.items() if isinstance(members, dict) else ():
         check_overrides(f"{path}: members.{member}", settings)
     check_overrides(f"{path}: settings", tree.get("settings", []))
-    comparison = load_config(Comparison, path)
+    comparison = parse_config(Comparison, tree, str(path))
     return replace(comparison, settings=(*comparison.settings, *overrides))
 
 

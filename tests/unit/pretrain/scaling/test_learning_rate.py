@@ -209,7 +209,7 @@ members:
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_members_of_the_shipped_comparisons_differ_and_train_for_as_many_flops(path):
     comparison = read_comparison(path, ["model.vocab_size=257"])
-    planned = plan_members(comparison, path.parent / comparison.experiment)
+    planned = plan_members(comparison, comparison.experiment)
     members = list(comparison.members)
     count = len(members) * len(comparison.rates) * len(comparison.seeds)
     assert len({item.name for item in planned}) == len(planned) == count
@@ -266,6 +266,19 @@ def test_overrides_hold_for_all_members_and_those_that_the_plan_makes_are_refuse
     cells = read_sweep(tmp_path / "sweep.yaml").cells
     assert len(cells) == 8
     assert all({"model.d_model=8", "model.vocab_size=300"} <= {*x.overrides} for x in cells)
+
+
+def test_an_extending_files_members_replace_the_bases_whose_experiment_it_finds(tmp_path):
+    assert compare(tmp_path, TWO) == 0
+    (tmp_path / "own").mkdir()
+    write_text(tmp_path / "own" / "a.yaml", "extends: ../two.yaml\nseeds: [3]\nrates: [4e-3]\n")
+    members = "members: {mine: [model.d_model=8], long: [model.memory_length=32]}\n"
+    write_text(tmp_path / "own" / "b.yaml", f"extends: a.yaml\n{members}")
+    for name, expected in (("a", {"no-memory", "long"}), ("b", {"mine", "long"})):
+        output = tmp_path / f"{name}-sweep.yaml"
+        plan = ("plan", tmp_path / "own" / f"{name}.yaml", "--output", output)
+        assert command(*plan, "model.vocab_size=300") == 0
+        assert {member_name(cell.name) for cell in read_sweep(output).cells} == expected
 
 
 def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> Row:
