@@ -39,7 +39,7 @@ def train_here(
     existed = run_dir.path.exists()
     refuse_foreign_run(run_dir.path)
     # Before any rank starts: a refused run must leave no failed attempt in the ledger.
-    if is_done_already(run_dir, with_absolute_paths(config), from_step):
+    if is_done_already(run_dir, with_absolute_paths(config), from_step, overrides):
         _log.info(
             "%s is done; to train further, give it more optim.steps; for another run, name=NEW",
             run_dir.path,

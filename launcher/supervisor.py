@@ -273,13 +273,16 @@ def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
     return is_over and latest_step(run_dir.checkpoints) >= config.optim.steps
 
 
-def is_done_already(run_dir: RunDir, config: RunConfig, from_step: int | None = None) -> bool:
-    """Return whether the directory holds this run, complete. Raises ConfigError for another run.
+def is_done_already(
+    run_dir: RunDir, config: RunConfig, from_step: int | None = None, overrides: Sequence[str] = ()
+) -> bool:
+    """Return whether the directory holds this run, complete. Raises ConfigError for another run,
+    and if the learning rate rises steeply and the overrides in `config` do not say so.
 
     False with `from_step`, from which the run trains again.
     """
     if not run_dir.exists():
         run_dir.refuse_other_files()
         return False
-    RunDir.open(run_dir.path).refuse_other_run(config, from_step)
+    RunDir.open(run_dir.path).refuse_other_run(config, from_step, overrides)
     return from_step is None and is_complete(run_dir, config)

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_dry_run, known = arguments.dry_run, with_vocabulary(config)
     notes = missing_notes(config)
     notes += check_run(known, job.cluster, job.nodes, path, is_dry_run=is_dry_run)
-    if is_done_already(RunDir(path), config, arguments.from_step):
+    if is_done_already(RunDir(path), config, arguments.from_step, arguments.overrides):
         raise ConfigError(
             f"{path} is done after step {config.optim.steps:,}; to train further, submit it with "
             "more optim.steps; for another run, give name=NEW or --run-dir DIR"

@@ -88,7 +88,7 @@ def submit_again(
             "submit it again: launcher submit EXPERIMENT --cluster CLUSTER "
             f"--run-dir {run_dir.path}"
         )
-    if overrides and is_done_already(run_dir, config, from_step):
+    if overrides and is_done_already(run_dir, config, from_step, overrides):
         raise ConfigError(f"{run_dir.path} is done; give it more optim.steps")
     cluster, slurm = load_cluster(snapshot.cluster), Slurm()
     check_references(cluster)

@@ -45,6 +45,7 @@ _FIXED = {
 # Sections whose changes by a resume hold from its step on: earlier updates keep the old settings,
 # also when the run makes them again.
 OF_UPDATES = ("optim.", "recovery.")
+OF_RATE = ("optim.steps", "optim.learning_rate", "optim.schedule.")  # they make one course
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from data_pipeline.corpora.manifest import TOKENIZER_DIRECTORY
 from data_pipeline.corpora.remote_corpus import local_corpus_directory
 from foundation.errors import DataError
 from foundation.paths import path_text
+from foundation.typed_values import to_tree
 from pretrain.config.evaluation_sets import hashes_of_sets, splits_of_sets
 from pretrain.config.phases import runs_of_phases
 from pretrain.config.run import RunConfig
@@ -17,7 +18,7 @@ from pretrain.distributed.world import World
 from pretrain.recovery.environment import environment_changes, joint_environment, own_environment
 from pretrain.rundir.code_version import code_version
 from pretrain.rundir.events import Branched, TrainingBegan, not_bitwise
-from pretrain.rundir.history import find_events
+from pretrain.rundir.history import find_events, run_settings
 from pretrain.rundir.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ def record_start(
                 environment=environment,
                 changes=changes,
                 local=is_local,
+                run_settings=None if run_settings(ledger.read()) else to_tree(run_dir.config),
                 **data,
                 **where,
             )

@@ -12,7 +12,8 @@ from pretrain.checkpoint.directory import step_directory
 from pretrain.checkpoint.disk import write_index
 from pretrain.checkpoint.verify import verify_and_keep
 from pretrain.config.run import RunConfig
-from pretrain.rundir.changed_settings import describe_rate, planned_otherwise, refused_changes
+from pretrain.optim.schedule import learning_rate_at
+from pretrain.rundir.changed_settings import planned_otherwise, refused_changes
 from pretrain.rundir.events import Branched, Published, SettingsChanged, TrainingBegan
 from pretrain.rundir.history import last_event, skipped_windows
 from pretrain.rundir.metrics_file import cut_measurements_after
@@ -47,6 +48,7 @@ def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> 
     began = vars(last_event(ledger, TrainingBegan, Branched) or Branched(step=step, origin=""))
     data = {name: began[name] for name in ("tokenizer", "validation", "sets")}
     origin = str(source.path.absolute())
+    data["run_settings"] = to_tree(config)
     branch.ledger.append(Branched(step=step, origin=origin, windows=windows, **data))
     if changes := differences(to_tree(before), to_tree(config)):
         branch.ledger.append(SettingsChanged(changes=changes, step=step))
@@ -69,7 +71,9 @@ def begin_cell(config: RunConfig, directory: Path, trunk: Path, step: int) -> No
     own = replace(before, name=config.name, checkpoint=config.checkpoint)
     own = replace(own, optim=replace(own.optim, steps=config.optim.steps))
     others = [f"{key} {change}" for key, change in planned_otherwise(own, config).items()]
-    if problem := ", ".join(others) or describe_rate(before, own, step):
+    rates = {f"{learning_rate_at(run.optim, step):.6g}" for run in (before, own)}
+    others += [f"learning rates {' and '.join(rates)}"] if len(rates) > 1 else []
+    if problem := ", ".join(others):
         raise ConfigError(
             f"cell {directory.name} cannot start from step {step} of {trunk}: {problem}; plan again"
         )

@@ -1,30 +1,37 @@
 """What a resume may change of a run's settings, and what that does to its learning rate."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from foundation.settings import differences
 from foundation.typed_values import to_tree
 from pretrain.config.resolve import with_absolute_paths
-from pretrain.config.run import RunConfig, why_fixed
+from pretrain.config.run import OF_RATE, RunConfig, why_fixed
 from pretrain.optim.schedule import learning_rate_at
 
 LARGEST_RISE = 1.2  # factor of the learning rate that a change of steps alone may bring
-_OF_RATE = ("optim.learning_rate", "optim.schedule.")  # settings that say what the rate shall be
 
 
 def refused_changes(
-    before: RunConfig, after: RunConfig, step: int, held: RunConfig
+    before: RunConfig,
+    after: RunConfig,
+    step: int,
+    held: RunConfig,
+    given: Sequence[str] | None = None,
 ) -> dict[str, str]:
     """Return the settings that a run may not change after `step` updates: `old -> new (why)`.
 
-    The last update was made with the settings `held`.
+    The last update was made with the settings `held`. The rate may rise steeply only if `given`,
+    the overrides of a command, say what it shall be; None: if other changes than of steps do.
     """
     changes = _changes(before, after)
     refused = {key: _refusal(key, old, new, step) for key, (old, new) in changes.items()}
-    if "optim.steps" in changes and not any(key.startswith(_OF_RATE) for key in changes):
-        refused["optim.steps"] = refused["optim.steps"] or _steep_rise(held, after, step)
+    of_rate = [key for key in changes if key.startswith(OF_RATE)]
+    says = [key for key in (changes if given is None else given) if key.startswith(OF_RATE[1:])]
+    if of_rate and not says:
+        refused[of_rate[0]] = refused[of_rate[0]] or _steep_rise(held, after, step)
     return {key: "{} -> {} ({})".format(*changes[key], why) for key, why in refused.items() if why}
 
 
@@ -39,12 +46,13 @@ def planned_otherwise(before: RunConfig, after: RunConfig) -> dict[str, str]:
 
 
 def describe_rate(held: RunConfig, after: RunConfig, step: int) -> str:
-    """Return the next and the last update's learning rates; '' if the next one's is as planned."""
+    """Return the next and last update's learning rates; '' if it is as planned or the last."""
     last, planned = (learning_rate_at(held.optim, number) for number in (max(0, step - 1), step))
     rate = learning_rate_at(after.optim, step)
-    if not step or math.isclose(rate, planned, rel_tol=1e-6):
+    ratio = f"{rate / last:.2g}" if last else ""
+    if not step or math.isclose(rate, planned, rel_tol=1e-6) or ratio == "1":
         return ""
-    times = f"{rate / last:.2g} times the last one, " if last else "the last one "
+    times = f"{ratio} times the last one, " if ratio else "the last one "
     return f"learning rate of step {step + 1}: {rate:.3g}, {times}{last:.3g}"
 
 

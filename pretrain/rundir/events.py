@@ -56,6 +56,7 @@ class TrainingBegan(Event):
     corpora: dict[str, str] = field(default_factory=dict)  # path or URL -> manifest_hash
     changes: dict[str, tuple[str, str]] = field(default_factory=dict)
     local: bool = False  # it resumed from the ranks' local checkpoints
+    run_settings: dict[str, Any] | None = None  # all settings of the run, at its first start
 
 
 class Outcome(Enum):
@@ -93,6 +94,7 @@ class SettingsChanged(Event):
     """
 
     changes: dict[str, tuple[Any, Any]]
+    run_settings: dict[str, Any] | None = None  # all settings of the run since then
     step: int = 0  # that the start resumed from; earlier versions did not record it
 
 
@@ -171,6 +173,7 @@ class Branched(Event):
     tokenizer: str = ""
     validation: str = ""
     sets: dict[str, str] = field(default_factory=dict)
+    run_settings: dict[str, Any] | None = None  # all settings of the run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ data it skips, and how it spent its time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pretrain.checkpoint.facts import EVER, AttemptHistory, Destination, Fact, Past
 from pretrain.config.phases import SettingChange
-from pretrain.config.run import OF_UPDATES
+from pretrain.config.run import OF_RATE, OF_UPDATES
 from pretrain.rundir.events import (
     PLANNED,
     UNEVENTFUL,
@@ -140,17 +140,23 @@ def _back_to(event: Event) -> int | None:
 
 def setting_changes(ledger: Sequence[Event]) -> list[SettingChange]:
     """Return the changes of settings of updates that still hold: a resume from a step replaces the
-    changes that earlier resumes made from there on."""
+    changes that earlier resumes made from there on of the same setting, or also of the rate."""
     changes: list[SettingChange] = []
     for event in find_events(ledger, SettingsChanged):
-        for key, (old, new) in event.changes.items():
-            if key.startswith(OF_UPDATES):
-                own = [change for change in changes if change.setting == key]
-                replaced = [change for change in own if change.step >= event.step]
-                before = replaced[0].old if replaced else old  # what held at the step
-                changes = [change for change in changes if change not in replaced]
-                changes += [SettingChange(event.step, key, before, new)] if before != new else []
+        pairs = {key: pair for key, pair in event.changes.items() if key.startswith(OF_UPDATES)}
+        kinds = (*pairs, *(OF_RATE if any(key.startswith(OF_RATE) for key in pairs) else ()))
+        replaced = [c for c in changes if c.step >= event.step and c.setting.startswith(kinds)]
+        for c in reversed(replaced):  # ends with what held at the step
+            pairs[c.setting] = (c.old, pairs.get(c.setting, (c.old, c.new))[1])
+        changes = [change for change in changes if change not in replaced]
+        pairs = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+        changes += [SettingChange(event.step, key, *pair) for key, pair in pairs.items()]
     return changes
+
+
+def run_settings(ledger: Sequence[Event]) -> dict[str, Any] | None:
+    """Return all settings of the run, as the last event has them; None before its first start."""
+    return next(filter(None, (getattr(e, "run_settings", None) for e in reversed(ledger))), None)
 
 
 def find_events(ledger: Sequence[Event], *kinds: type[E]) -> list[E]:

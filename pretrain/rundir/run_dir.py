@@ -1,7 +1,7 @@
 """The directory of one run: its identity, settings, metrics, ledger and locks. Torch-free.
 
 RUN/run.json          identity; written last, so that the rest exists if it does
-RUN/config.yaml       every setting, resolved
+RUN/config.yaml       every setting, resolved; a copy: since the first start the ledger has them
 RUN/metrics.jsonl     one line per measurement     RUN/ledger.jsonl   one line per event, synced
 RUN/tensorboard/      RUN/logs/      RUN/heartbeats/      RUN/checkpoints/step-00000100/
 """
@@ -14,7 +14,7 @@ import fnmatch
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,12 +26,13 @@ from foundation.files import (
     named_errors,
     own_file,
     read_json,
+    read_text,
     remove_leftovers,
     sha256_of,
     write_json,
     write_text,
 )
-from foundation.settings import differences, load_config
+from foundation.settings import differences, load_config, parse_config
 from foundation.typed_values import Line, from_tree, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint.facts import Past
@@ -44,7 +45,7 @@ from pretrain.rundir.attempt_files import START, list_attempts
 from pretrain.rundir.changed_settings import describe_rate, refused_changes
 from pretrain.rundir.events import Forecast, ResumeFrom, SettingsChanged, TrainingBegan
 from pretrain.rundir.forecast import check_subject
-from pretrain.rundir.history import find_events, past_of, setting_changes
+from pretrain.rundir.history import find_events, past_of, run_settings, setting_changes
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, read_lock, run_lock
 from pretrain.rundir.metrics_file import read_measurements
@@ -155,18 +156,16 @@ class RunDir:
 
         ConfigError, with nothing written, unless all of it may change.
         """
-        own = self.config
-        if not (changes := differences(to_tree(own), to_tree(config))):
-            return
-        self.refuse_other_run(config, step)
-        for key, (old, new) in changes.items():
-            logger.info("changed setting  %s: %s -> %s", key, old, new)
-        if rate := describe_rate(self.settings_at(max(0, step - 1)), config, step):
-            logger.warning(rate)
-        # The event first: after a crash between the two, steps made again must not look as if they
-        # had always had the new settings.
-        self.ledger.append(SettingsChanged(changes=changes, step=step))
-        write_text(self.config_file, dump_yaml(to_tree(config)), mode=0o600)
+        settings, held = to_tree(config), self.settings_at(max(0, step - 1))
+        if changes := differences(to_tree(self.config), settings):
+            self.refuse_other_run(config, step)
+            for key, (old, new) in changes.items():
+                logger.info("changed setting  %s: %s -> %s", key, old, new)
+            self.ledger.append(SettingsChanged(changes=changes, step=step, run_settings=settings))
+            if rate := describe_rate(held, self.settings_at(step), step):
+                logger.warning(rate)
+        if read_text(self.config_file) != (text := dump_yaml(settings)):
+            write_text(self.config_file, text, mode=0o600)
 
     def exists(self) -> bool:
         """Return whether the directory holds a run."""
@@ -206,6 +205,8 @@ class RunDir:
                 f"{self.config_file} is missing; put back a copy of it, or write into it what a "
                 'checkpoint\'s index.json has as "config"'
             )
+        if settings := run_settings(self.ledger.read()):
+            return parse_config(RunConfig, settings, str(self.ledger.path))
         return load_config(RunConfig, self.config_file)
 
     def settings_at(self, step: int) -> RunConfig:
@@ -283,14 +284,16 @@ class RunDir:
             if directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
 
-    def refuse_other_run(self, config: RunConfig, step: int | None = None) -> None:
+    def refuse_other_run(
+        self, config: RunConfig, step: int | None = None, given: Sequence[str] | None = None
+    ) -> None:
         """Raise ConfigError unless the run may have `config` from `step` on, by default from the
-        step of the next start."""
+        step of the next start. `given` has the overrides of a command, see `refused_changes`."""
         if step is None:
             asked = self.past().asked
             step = latest_step(self.checkpoints) if asked is None else asked
         held = self.settings_at(max(0, step - 1))
-        if refused := refused_changes(self.config, config, step, held):
+        if refused := refused_changes(self.config, config, step, held, given):
             name = self.identity.name
             whose = (
                 f"another run, {name!r} (not {config.name!r})"
@@ -300,7 +303,8 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} holds {whose} with other settings:\n  "
                 + "\n  ".join(f"{key}: {change}" for key, change in refused.items())
-                + "\nuse its settings to resume it; for another run, give name=NEW or --run-dir DIR"
+                + "\nuse its settings to resume it; for another run: "
+                f"pretrain branch {self.path}@last NEW, or name=NEW for 'launcher local'"
             )
 
     def refuse_other_files(self) -> None:

@@ -227,6 +227,26 @@ def test_a_change_of_the_rate_resumes_from_the_local_checkpoint(experiment, tmp_
     assert [event.step for event in find_events(ledger, SettingsChanged)] == [10]
 
 
+def test_settings_that_were_edited_in_the_run_directory_are_changes(trunk, tmp_path, capfd):
+    run_dir = RunDir(tmp_path / "run")
+    shutil.copytree(trunk.path, run_dir.path)
+    file, text = run_dir.config_file, trunk.config_file.read_text()
+    file.write_text(text.replace("dropout: 0.1", "dropout: 0.3"))
+    assert launcher(["resume", str(run_dir.path)]) == 2
+    said = capfd.readouterr().err
+    assert "model.dropout: 0.1 -> 0.3 (the weights" in said
+    assert f"{run_dir.path}@last NEW" in said
+    assert run_dir.config == trunk.config
+    file.write_text(text.replace("learning_rate: 0.003", "learning_rate: 0.001"))
+    train("torch", file, run_dir, "--from-step=8", fault="sigkill@13")
+    (event,) = find_events(run_dir.ledger.read(), SettingsChanged)
+    assert (event.step, event.changes) == (8, {"optim.learning_rate": (3e-3, 1e-3)})
+    assert run_dir.settings_at(7).optim.learning_rate == 3e-3
+    file.write_text(text)
+    assert launcher(["resume", str(run_dir.path)]) == 2
+    assert " times the last one" in capfd.readouterr().err
+
+
 def test_a_copy_of_a_run_and_its_corpus_continues_elsewhere(trunk, tmp_path):
     here, there = RunDir(tmp_path / "here"), RunDir(tmp_path / "there")
     for run_dir in (here, there):

@@ -24,6 +24,7 @@ from pretrain.config.phases import (
 from pretrain.config.resolve import resolve, with_absolute_paths, with_vocabulary
 from pretrain.config.run import (
     DataConfig,
+    MetricsConfig,
     ModelConfig,
     OptimConfig,
     PhaseConfig,
@@ -283,12 +284,12 @@ def test_initial_weights_of_another_function_alone_are_refused(exported, change,
 def test_settings_that_resumes_change_are_a_function_of_the_step(tmp_path):
     """From an older step on a change replaces later ones of its setting; the first value stays."""
     ledger = [
+        SettingsChanged(changes={"optim.steps": (900, 1000)}),  # of an earlier version
         SettingsChanged(changes={"optim.learning_rate": (1.0, 2.0)}, step=12),
         SettingsChanged(changes={"metrics.interval": (1, 2)}, step=14),
         SettingsChanged(changes={"optim.betas": ([0.9, 0.999], [0.8, 0.9])}, step=20),
         SettingsChanged(changes={"optim.learning_rate": (2.0, 3.0)}, step=16),
         SettingsChanged(changes={"optim.learning_rate": (3.0, 4.0)}, step=16),
-        SettingsChanged(changes={"optim.steps": (900, 1000)}),  # of an earlier version
     ]
     latest = replace(RUN, optim=OptimConfig(learning_rate=4.0, betas=(0.8, 0.9)))
     changes = setting_changes(ledger)
@@ -302,7 +303,26 @@ def test_settings_that_resumes_change_are_a_function_of_the_step(tmp_path):
     assert describe_border(latest, 20, changes) == said
     # A return to what held at an older step leaves nothing of the change.
     undone = [*ledger, SettingsChanged(changes={"optim.learning_rate": (4.0, 1.0)}, step=8)]
-    assert [change.setting for change in setting_changes(undone)] == ["optim.betas", "optim.steps"]
+    assert [change.setting for change in setting_changes(undone)] == ["optim.steps", "optim.betas"]
+
+
+def test_a_rate_given_at_an_older_step_replaces_all_later_changes_of_the_rate(tmp_path, caplog):
+    """A user went from cosine to constant and more steps at 300, then back to 200 with a rate."""
+    optim = OptimConfig(steps=300, learning_rate=1e-3)
+    constant = replace(optim, steps=400, schedule=ScheduleConfig(shape="constant"))
+    run_dir = RunDir.create(tmp_path / "run", replace(RUN, optim=optim))
+    run_dir.change_settings(replace(RUN, optim=replace(constant, weight_decay=0.1)), 300)
+    latest = replace(constant, weight_decay=0.1, learning_rate=2e-3)
+    run_dir.change_settings(replace(RUN, optim=latest), 200)
+    held, _, after = (run_dir.settings_at(step).optim for step in (199, 200, 300))
+    assert (held, after) == (optim, latest)
+    assert run_dir.settings_at(200).optim == replace(latest, weight_decay=0.0)
+    assert "learning rate of step 201: 0.002, 7.9 times the last one, 0.000255" in caplog.text
+    # Another change at that step moves no rate: the line is about the settings that hold there.
+    caplog.clear()
+    metrics = MetricsConfig(interval=3)
+    run_dir.change_settings(replace(RUN, optim=latest, metrics=metrics), 100)
+    assert "learning rate" not in caplog.text
 
 
 FINISHED = OptimConfig(steps=220, learning_rate=2e-3, schedule=ScheduleConfig(final_fraction=0.15))
@@ -333,10 +353,21 @@ def test_more_steps_alone_may_not_raise_the_rate_steeply(step, change, said):
     assert bool(said) is bool(refused)
 
 
+def test_the_rate_of_a_file_may_rise_steeply_only_if_a_command_says_so():
+    """As when the file of a run's start takes back a lower rate, given at a resume."""
+    low = replace(RUN, optim=replace(FINISHED, learning_rate=5e-4))
+    refused = refused_changes(low, replace(RUN, optim=FINISHED), 100, low, ["name=tiny"])
+    assert "4 times the last one" in refused["optim.learning_rate"]
+    given = ["optim.learning_rate=2e-3"]
+    assert not refused_changes(low, replace(RUN, optim=FINISHED), 100, low, given)
+    assert not refused_changes(replace(RUN, optim=FINISHED), low, 100, low, [])
+
+
 @pytest.mark.parametrize(
     ("shape", "steps", "rate"),
     [
         ("cosine", 220, ""),
+        ("linear", 221, ""),  # 1.02 times the last one
         ("constant", 220, "learning rate of step 221: 0.002, 6.7 times the last one, 0.0003"),
         ("wsd", 400, "learning rate of step 221: 0.002, 6.7 times the last one, 0.0003"),
     ],
