@@ -272,7 +272,7 @@ def test_an_extending_files_members_replace_the_bases_whose_experiment_it_finds(
     assert compare(tmp_path, TWO) == 0
     (tmp_path / "own").mkdir()
     write_text(tmp_path / "own" / "a.yaml", "extends: ../two.yaml\nseeds: [3]\nrates: [4e-3]\n")
-    members = "members: {mine: [model.d_model=8], long: [model.memory_length=32]}\n"
+    members = "members: {mine: [model.d_model=8], long: [model.memory_length=4]}\n"
     write_text(tmp_path / "own" / "b.yaml", f"extends: a.yaml\n{members}")
     for name, expected in (("a", {"no-memory", "long"}), ("b", {"mine", "long"})):
         output = tmp_path / f"{name}-sweep.yaml"
