@@ -16,10 +16,10 @@ test -n "$CORPUS" || test -f $TEXT/data/build.json || data-pipeline build config
 pretrain scale plan "$MEMBERS" --name "$NAME" --output "$OUT/sweep.yaml" \
     data.path="$(realpath "${CORPUS:-$TEXT/data}")"
 WHERE=${CLUSTER:+--cluster $CLUSTER}
-launcher sweep submit "$OUT/sweep.yaml" --runs-dir "$OUT/cells" ${WHERE:---local -j ${JOBS:-2}}
+launcher sweep submit "$OUT/sweep.yaml" ${WHERE:---local -j ${JOBS:-2}}
 
 # How far each member remembers, then the table and the page.
-pretrain evaluate "$OUT"/cells/c*-s* --probe needle position --longest-distance 512 \
+pretrain evaluate "$OUT"/c*-s* --probe needle position --longest-distance 512 \
     --max-tokens "$TOKENS" > "$OUT/probes.txt"
-pretrain scale collect "$OUT/sweep.yaml" --runs-dir "$OUT/cells"
-pretrain scale report "$OUT/cells/runs.csv" --output "$OUT/report" --title Variants
+pretrain scale collect "$OUT/sweep.yaml"
+pretrain scale report "$OUT/runs.csv" --output "$OUT/report"

@@ -20,8 +20,8 @@ pretrain scale report $OUT/tune/runs.csv
 pretrain scale plan $EXPERIMENT --budgets 8e10 2.4e11 7.2e11 --sizes 5 --spread 1.7 \
     --tokens-per-parameter 45 --no-checks --holdout-budgets 2.2e12 \
     --tuned $OUT/tune/runs.csv --keep-layers --name scaling-demo --output $OUT/sweep.yaml
-launcher sweep submit $OUT/sweep.yaml --local -j 2 --runs-dir $OUT/cells
-pretrain scale collect $OUT/sweep.yaml --runs-dir $OUT/cells --output $OUT/runs.csv
+launcher sweep submit $OUT/sweep.yaml --local -j 2 --runs-dir $OUT
+pretrain scale collect $OUT/sweep.yaml --runs-dir $OUT
 
 # The laws, the best run of a larger budget as an experiment file, and a page of it all.
 rm -f $OUT/best.yaml

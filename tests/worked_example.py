@@ -23,7 +23,7 @@ BLOCK = re.compile(r"(<!-- scaling-demo: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.
 def blocks_of(demo: Path) -> dict[str, str]:
     """What the demo in this folder found, by the names of the page's blocks."""
     runs = demo / "runs.csv"
-    cells = printed("collect", demo / "sweep.yaml", "--runs-dir", demo / "cells", "--output", runs)
+    cells = printed("collect", demo / "sweep.yaml", "--runs-dir", demo)
     found = {
         "rate": printed("report", demo / "tune" / "runs.csv").partition("report: ")[0],
         "runs": cells.partition(f"{runs}: ")[0],
