@@ -85,7 +85,7 @@ from pretrain.recovery.rewind import (
     segments_consumed,
     skip_windows,
 )
-from pretrain.recovery.start_record import checked_data, record_start
+from pretrain.recovery.start_record import record_start
 from pretrain.recovery.stop_requests import StopRequest, UserRequests
 from pretrain.rundir.attempt_files import trace_prefix
 from pretrain.rundir.events import (
@@ -102,6 +102,7 @@ from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.history import setting_changes
 from pretrain.rundir.lock import VARIABLE, Fence
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.trained_data import checked_data
 from pretrain.state import TrainState
 from pretrain.train import Parts, RankProcess, train
 from pretrain.weights.initial_weights import check_initial_weights, load_initial_weights

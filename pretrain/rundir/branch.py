@@ -19,6 +19,7 @@ from pretrain.rundir.history import last_event, skipped_windows
 from pretrain.rundir.metrics_file import cut_measurements_after
 from pretrain.rundir.ownership import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
+from pretrain.rundir.trained_data import refuse_other_data
 
 
 def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> None:
@@ -26,7 +27,7 @@ def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> 
 
     It has an id of its own and the trunk's measurements up to that step, and its lanes continue
     from there. ConfigError if `config` changes what a resume from that step may not, or if the
-    directory exists; CheckpointError if the checkpoint is not whole.
+    directory exists; DataError for data that it may not; CheckpointError for a damaged checkpoint.
     """
     refuse_foreign_run(trunk)
     source = RunDir.open(trunk)
@@ -37,6 +38,7 @@ def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> 
         changes = ", ".join(f"{key} {change}" for key, change in refused.items())
         problem = changes or "it exists; name another run"
         raise ConfigError(f"{directory} cannot branch from step {step} of {trunk}: {problem}")
+    refuse_other_data(source, config)
     kept = verify_and_keep(step_directory(source.checkpoints, step), source.identity.id)
     branch = RunDir(directory.with_name(f".{directory.name}.tmp"))  # moved when it is whole
     shutil.rmtree(branch.path, ignore_errors=True)

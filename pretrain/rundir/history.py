@@ -154,7 +154,7 @@ def setting_changes(ledger: Sequence[Event]) -> list[SettingChange]:
     return changes
 
 
-def run_settings(ledger: Sequence[Event]) -> dict[str, Any] | None:
+def recorded_settings(ledger: Sequence[Event]) -> dict[str, Any] | None:
     """Return all settings of the run, as the last event has them; None before its first start."""
     return next(filter(None, (getattr(e, "run_settings", None) for e in reversed(ledger))), None)
 

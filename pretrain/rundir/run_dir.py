@@ -37,7 +37,7 @@ from foundation.typed_values import Line, from_tree, to_tree
 from foundation.yaml_files import dump_yaml
 from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.storage_retry import StorageRetry, with_retries
-from pretrain.checkpoint.verify import latest_step
+from pretrain.checkpoint.verify import latest_step, steps_that_count
 from pretrain.config.phases import settings_at
 from pretrain.config.run import RunConfig
 from pretrain.rundir import heartbeat
@@ -45,7 +45,7 @@ from pretrain.rundir.attempt_files import START, list_attempts
 from pretrain.rundir.changed_settings import describe_rate, refused_changes
 from pretrain.rundir.events import Forecast, ResumeFrom, SettingsChanged, TrainingBegan
 from pretrain.rundir.forecast import check_subject
-from pretrain.rundir.history import find_events, past_of, run_settings, setting_changes
+from pretrain.rundir.history import find_events, past_of, recorded_settings, setting_changes
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, read_lock, run_lock
 from pretrain.rundir.metrics_file import read_measurements
@@ -205,7 +205,7 @@ class RunDir:
                 f"{self.config_file} is missing; put back a copy of it, or write into it what a "
                 'checkpoint\'s index.json has as "config"'
             )
-        if settings := run_settings(self.ledger.read()):
+        if settings := recorded_settings(self.ledger.read()):
             return parse_config(RunConfig, settings, str(self.ledger.path))
         return load_config(RunConfig, self.config_file)
 
@@ -225,6 +225,14 @@ class RunDir:
             raise ConfigError(f"found --from-step {step}, expected a step from 0 on")
         if not self.exists():
             raise ConfigError(f"{self.path} holds no run yet; start it without --from-step")
+        past, steps = self.past(), steps_that_count(self.checkpoints)
+        is_elsewhere = past.stores or self.config.checkpoint.local
+        if steps and step and step not in (*steps, *past.saved) and not is_elsewhere:
+            near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
+            raise ConfigError(
+                f"{self.path} has no checkpoint of step {step}; "
+                f"give --from-step {' or '.join(map(str, near))}"
+            )
         self.ledger.append(ResumeFrom(step=step))
 
     def sign_forecast(self, card: Path, config: RunConfig) -> None:

@@ -166,6 +166,7 @@ def test_each_change_takes_effect_in_a_branch_from_its_step_on(trunk, tmp_path, 
         ),
         ("@8", "b", "optim.steps=7", "optim.steps 30 -> 7 (it has made 8)"),
         ("@8", "b", "optim.rate=7", "optim.rate: unknown setting"),
+        ("@8", "b", "data.path=nowhere", "nowhere/train does not exist"),
         ("@9", "b", "", "no usable checkpoint of step 9; name one of its steps: 4, 8, 12"),
         ("", "b", "", "expected a step of the run, such as "),
         ("@8", "trunk", "", "it exists; name another run"),
@@ -178,6 +179,20 @@ def test_a_branch_that_cannot_be_is_refused_in_one_line(trunk, capsys, name, new
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     assert sorted(trunk.path.parent.iterdir()) == before
+
+
+def test_what_a_run_cannot_continue_from_is_refused_before_an_attempt(trunk, experiment, capsys):
+    ledger, other = trunk.ledger.read(), f"data.path={experiment.parent / 'b'}"
+    branch = trunk.path.with_name("other")
+    for command, said in (
+        (("resume", str(trunk.path), "optim.steps=31", other), "b has the hash "),
+        (("branch", f"{trunk.path}@8", str(branch), other), "b has the hash "),
+        (("resume", str(trunk.path), "data.path=nowhere"), "nowhere"),
+        (("resume", str(trunk.path), "--from-step=9"), "of step 9; give --from-step 8 or 12"),
+    ):
+        assert (main if command[0] == "branch" else launcher)(command) == 2
+        assert said in capsys.readouterr().err
+    assert (trunk.ledger.read(), branch.exists()) == (ledger, False)
 
 
 def test_a_damaged_checkpoint_begins_no_branch(trunk, tmp_path, capsys):
