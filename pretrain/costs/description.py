@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from data_pipeline.corpora.corpus import Corpus
-from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
 from foundation.cli import Answer
 from foundation.progress import duration
 from pretrain.config.engine import Attention, attention_in, described
@@ -230,6 +228,9 @@ def _scored_text(config: RunConfig) -> str:
     """Return what the last evaluation scores; '' if the split is not on this machine."""
     if (split := split_here(config.data.path)) is None:
         return ""
+    from data_pipeline.corpora.corpus import Corpus  # loads numpy, as does the next
+    from data_pipeline.lanes.evaluation_stream import EvaluationStream, useful_lanes
+
     corpus, tokens = Corpus.open(split), config.evaluation.scored_tokens(is_last=True)
     length, most = config.data.segment_length, config.evaluation.lanes
     lanes = useful_lanes(corpus, most, length, tokens, heads=True)
