@@ -67,10 +67,9 @@ from pretrain.evaluation.training_evaluation import (
 )
 from pretrain.metrics.recorder import MetricsRecorder
 from pretrain.metrics.wandb_writer import check_wandb, wandb_copy
-from pretrain.model.adopted import LanguageModel
+from pretrain.model.adopted import LanguageModel, build_adopted
 from pretrain.model.parameters import WithoutDrawing
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.model.transformers_modules import build_adopted
 from pretrain.processes.device import check_tiles, set_determinism, with_precision_of_run
 from pretrain.processes.flight_recorder import set_trace_files, write_last_collectives
 from pretrain.processes.leaving import end_at_once, end_process

@@ -12,7 +12,6 @@ keys are rotated back by the number of rows that have left: attention sees dista
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,6 +32,7 @@ from pretrain.model.memory import (
     segment_documents,
 )
 from pretrain.model.transformer_xl import TransformerXL
+from pretrain.model.transformers_modules import empty_inner, fill_parameters, new_cache
 
 CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # its names in various families
 STATES, ROWS = ("conv_states", "recurrent_states"), ("keys", "values")
@@ -41,17 +41,11 @@ STATES, ROWS = ("conv_states", "recurrent_states"), ("keys", "values")
 class AdoptedModel(nn.Module):
     """A module of transformers with its cache; called like `TransformerXL`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        inner: nn.Module,
-        new_cache: Callable[[], Any],
-        roles: Mapping[str, Role],
-    ) -> None:
-        """`roles` are what `parameter_roles` returns."""
+    def __init__(self, config: ModelConfig, inner: Any) -> None:
         super().__init__()
-        self.config, self.roles, self._new_cache = config, roles, new_cache
-        self.inner: Any = inner
+        self.config, self.inner = config, inner
+        self.roles = parameter_roles(inner)
+        self._cache_class = type(new_cache(inner))
         names = inspect.signature(inner.forward).parameters
         self._cache_argument = cache_argument(inner)
         self._takes_positions = "position_ids" in names
@@ -138,10 +132,9 @@ class AdoptedModel(nn.Module):
     ) -> tuple[Tensor, Memory]:
         carried = layout.usable(memory, len(tokens_BL), next(self.inner.parameters()))
         rows, tokens = carried.documents_BM.shape[1], tokens_BL.shape[1]
-        cache = self._new_cache()
-        for parts, tensors, layer in zip(
-            layout.parts.layers, carried.layers, cache.layers, strict=True
-        ):
+        cache = self._cache_class(config=self.inner.config)
+        layers = [*zip(layout.parts.layers, cache.layers, strict=True)]
+        for (parts, layer), tensors in zip(layers, carried.layers, strict=True):
             for part, tensor in zip(parts, tensors, strict=True):
                 held = self._rotated(tensor, first) if _own_name(part) == "keys" else tensor
                 fill_layer(layer, _own_name(part), held, rows)
@@ -153,16 +146,15 @@ class AdoptedModel(nn.Module):
         documents_BL = segment_documents(carried.documents_BM, tokens, starts_BL)
         documents_BM = last_rows(carried.documents_BM, documents_BL, layout.parts.memory_length)
         steps_back = first + rows + tokens - documents_BM.shape[1]
-        layers = tuple(
-            tuple(
-                self._carried(part, held_by(layer)[_own_name(part)], steps_back) for part in parts
-            )
-            for parts, layer in zip(layout.parts.layers, cache.layers, strict=True)
+        kept = tuple(
+            tuple(self._carried(part, layer, steps_back) for part in parts)
+            for parts, layer in layers
         )
-        return logits_BLV, layout.joined(Carried(layers, documents_BM - documents_BL[:, -1:]))
+        return logits_BLV, layout.joined(Carried(kept, documents_BM - documents_BL[:, -1:]))
 
-    def _carried(self, part: LanePart, tensor: Tensor, steps_back: int) -> Tensor:
+    def _carried(self, part: LanePart, layer: Any, steps_back: int) -> Tensor:
         """Return what a part carries on; keys are rotated to positions that count from 0 again."""
+        tensor = held_by(layer)[_own_name(part)]
         if part.kind == "state":
             return tensor
         # A copy, because a view would keep the rows of the whole segment.
@@ -192,6 +184,14 @@ class AdoptedModel(nn.Module):
 
 
 LanguageModel = TransformerXL | AdoptedModel
+
+
+def build_adopted(model: ModelConfig) -> AdoptedModel:
+    """Return the model with parameters of 0, for weights to replace."""
+    assert model.facts is not None
+    module = AdoptedModel(model, empty_inner(model.facts.config))
+    fill_parameters(module.inner, lambda _, shape: torch.zeros(shape))
+    return module
 
 
 def cache_argument(inner: nn.Module) -> str:

@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 
 from foundation.errors import ConfigError, shown
 from foundation.files import read_value, write_json
-from pretrain.config.model import ModelConfig
-from pretrain.model.adopted import AdoptedModel, parameter_roles
 
 CONFIG = "config.json"
 LARGEST_JSON = 1 << 26
@@ -37,7 +34,10 @@ def library() -> Iterator[Any]:
     ConfigError if it is missing or too old.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    hidden = [] if torch.cuda.is_available() else [*{*KERNELS} - sys.modules.keys()]
+    hidden = []
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which it imports, warns
+        hidden = [*{*KERNELS} - sys.modules.keys()]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -145,15 +145,6 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def build_adopted(model: ModelConfig) -> AdoptedModel:
-    """Return the model with parameters of 0, for weights to replace."""
-    assert model.facts is not None
-    inner = empty_inner(model.facts.config)
-    roles = parameter_roles(inner)
-    fill_parameters(inner, lambda _, shape: torch.zeros(shape))
-    return adapted(model, inner, roles)
-
-
 def fill_parameters(inner: nn.Module, value_of: Callable[[str, torch.Size], Tensor]) -> None:
     """Replace each parameter on `meta` and register it again, which ZeRO-3's hook needs."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
@@ -167,9 +158,7 @@ def fill_parameters(inner: nn.Module, value_of: Callable[[str, torch.Size], Tens
             setattr(module, name, made[parameter])
 
 
-def adapted(model: ModelConfig, inner: Any, roles: Mapping[str, Any]) -> AdoptedModel:
-    """Return the adapter around a module of transformers."""
+def new_cache(inner: Any) -> Any:
+    """Return an empty cache of transformers for a module."""
     with library() as transformers:
-        return AdoptedModel(
-            model, inner, partial(transformers.DynamicCache, config=inner.config), roles
-        )
+        return transformers.DynamicCache(config=inner.config)

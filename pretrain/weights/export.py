@@ -56,10 +56,9 @@ from pretrain.costs.device_memory import MASTER_BYTES
 from pretrain.costs.flops import parameter_counts
 from pretrain.engines.engine import check_precision
 from pretrain.errors import CheckpointError
-from pretrain.model.adopted import LanguageModel
+from pretrain.model.adopted import LanguageModel, build_adopted
 from pretrain.model.parameters import dtype_of, load_parameters
 from pretrain.model.transformer_xl import TransformerXL
-from pretrain.model.transformers_modules import build_adopted
 from pretrain.rundir.events import TrainingBegan
 from pretrain.rundir.history import last_event
 from pretrain.rundir.run_dir import RunDir

@@ -7,7 +7,7 @@ without a cache.
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,6 @@ from torch import Tensor
 from foundation.errors import ConfigError
 from foundation.typed_values import to_tree
 from pretrain.config.adopted import HEAD_FLOPS, AdoptedFacts, AdoptedWeight, CachedPart
-from pretrain.config.mixer import Role
 from pretrain.config.model import ModelConfig
 from pretrain.mixers.check import (
     Check,
@@ -37,14 +36,13 @@ from pretrain.model.adopted import (
     cache_argument,
     held_by,
     parameter_roles,
-    rotary_frequencies,
 )
 from pretrain.model.memory import Memory, MemoryLayout, selected_lanes
 from pretrain.model.transformers_modules import (
-    adapted,
     empty_inner,
     fill_parameters,
     library,
+    new_cache,
     read_config,
     reason,
 )
@@ -63,11 +61,10 @@ def adopted_model(directory: Path) -> AdoptedModel:
     """
     tree = read_config(directory)
     inner: Any = empty_inner(tree)
-    roles = parameter_roles(inner)
     with open_weights(directory, tree) as weight:
         fill_parameters(inner, lambda name, _: weight(name).float())
     try:
-        return adapted(_measured(tree, inner.eval(), roles), inner, roles)
+        return AdoptedModel(_measured(tree, inner.eval()), inner)
     except ConfigError:
         raise
     except (ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
@@ -76,21 +73,19 @@ def adopted_model(directory: Path) -> AdoptedModel:
         ) from None
 
 
-def _measured(tree: Mapping[str, Any], inner: Any, roles: Mapping[str, Role]) -> ModelConfig:
-    rotary_frequencies(inner)  # ConfigError if layers rotate by different angles
+def _measured(tree: Mapping[str, Any], inner: Any) -> ModelConfig:
     with library() as transformers:
         version = transformers.__version__
     parts, num_layers = _parts(inner)
     vocabulary, width = inner.get_output_embeddings().weight.shape
-    one, two = (_forward_flops(inner, count) / count for count in (SHORT, 2 * SHORT))
+    (one, kept_one), (two, kept_two) = (_costs(inner, count) for count in (SHORT, 2 * SHORT))
     of_pair = max(0.0, (two - one) / SHORT)
-    kept_one, kept_two = (_kept(inner, count) for count in (SHORT, 2 * SHORT))
     facts = AdoptedFacts(
         family=type(inner).__name__,
         transformers=version,
         config=dict(tree),
         parts=parts,
-        weights=_weights(inner, roles),
+        weights=_weights(inner),
         flops_per_token=one - of_pair * SHORT - HEAD_FLOPS * vocabulary * width,
         flops_per_pair=of_pair,
         kept_per_token=(kept_two - kept_one) / SHORT,
@@ -110,8 +105,7 @@ def _tokens(lanes: int, count: int, vocabulary: int) -> Tensor:
 
 def _cache_after(inner: Any, num_tokens: int) -> Any:
     """Return the model's own cache after it has read random tokens."""
-    with library() as transformers:
-        cache = transformers.DynamicCache(config=inner.config)
+    cache = new_cache(inner)
     tokens = _tokens(1, num_tokens, inner.get_output_embeddings().weight.shape[0])
     with torch.no_grad():
         inner(input_ids=tokens, use_cache=True, **{cache_argument(inner): cache})
@@ -141,30 +135,25 @@ def _parts(inner: Any) -> tuple[tuple[CachedPart, ...], int]:
     return tuple(parts), len(cache.layers)
 
 
-def _weights(inner: Any, roles: Mapping[str, Role]) -> tuple[AdoptedWeight, ...]:
-    shapes: Counter[tuple[Any, ...]] = Counter()
-    embedding = inner.get_input_embeddings().weight
+def _weights(inner: Any) -> tuple[AdoptedWeight, ...]:
+    weights: Counter[AdoptedWeight] = Counter()
+    embedding, roles = inner.get_input_embeddings().weight, parameter_roles(inner)
     for name, parameter in inner.named_parameters():
         role, part = roles[PREFIX + name], "layers"
         if role == "table":
             part = "embedding" if parameter is embedding else "head"
         rows, *columns = parameter.shape or (1,)
-        shapes[part, role, rows, torch.Size(columns).numel()] += 1
-    return tuple(
-        AdoptedWeight(part=part, role=role, rows=rows, columns=columns, copies=copies)
-        for (part, role, rows, columns), copies in shapes.items()
-    )
+        width = torch.Size(columns).numel()
+        weights[AdoptedWeight(part=part, role=role, rows=rows, columns=width, copies=1)] += 1
+    return tuple(replace(weight, copies=copies) for weight, copies in weights.items())
 
 
-def _forward_flops(inner: Any, num_tokens: int) -> float:
-    with flop_counter() as counter:
-        _cache_after(inner, num_tokens)
-    return float(counter.get_total_flops())
-
-
-def _kept(inner: Any, num_tokens: int) -> float:
+def _costs(inner: Any, num_tokens: int) -> tuple[float, int]:
+    """Return FLOPs per token of a forward pass, and the bytes that it keeps for the backward."""
     tokens = _tokens(1, num_tokens, inner.get_output_embeddings().weight.shape[0])
-    return float(bytes_kept_by(inner, lambda: inner(input_ids=tokens, use_cache=False).logits))
+    with flop_counter() as counter:
+        kept = bytes_kept_by(inner, lambda: inner(input_ids=tokens, use_cache=False).logits)
+    return counter.get_total_flops() / num_tokens, kept
 
 
 class AdoptedSubject:
@@ -207,12 +196,8 @@ def check_adopted(model: AdoptedModel) -> list[Check]:
     return checked(CHECKS, AdoptedSubject(model))
 
 
-def _segments(subject: AdoptedSubject) -> float:
-    return subject.error(subject.read(SEVERAL)[0])
-
-
-def _stream(subject: AdoptedSubject) -> float:
-    return subject.error(subject.read([1] * LENGTH)[0])
+def _read_in(cuts: Sequence[int]) -> Callable[[AdoptedSubject], float]:
+    return lambda subject: subject.error(subject.read(cuts)[0])
 
 
 def _gradients(subject: AdoptedSubject) -> float:
@@ -249,8 +234,8 @@ def _lane_bytes(subject: AdoptedSubject) -> float:
 
 
 CHECKS: dict[str, Measure] = {
-    "segments": ("several segments, and the whole text by transformers", EXACT, _segments),
-    "stream": ("token by token, and the whole text", EXACT, _stream),
+    "segments": ("several segments, and the whole text by transformers", EXACT, _read_in(SEVERAL)),
+    "stream": ("token by token, and the whole text", EXACT, _read_in([1] * LENGTH)),
     "gradients": ("gradients through four segments and of the whole", EXACT, _gradients),
     "positions": ("rows at higher positions: distances alone count", EXACT, _positions),
     "saved": ("read on from saved parts, in another order of lanes", EXACT, _saved),
