@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_new_file(file)
     text = TrainingText.of_corpus(arguments.corpus)
     from pretrain.weights.huggingface.adoption import adopted_model, check_adopted  # imports torch
+    from pretrain.weights.initial_weights import check_initial_weights
 
     module = adopted_model(arguments.directory)
     for check in check_adopted(module):
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     merge(tree, parse_overrides(arguments.overrides))
     config = resolve(parse_config(RunConfig, tree, "command line"))
+    check_initial_weights(config)
     write_new(file, commented_settings(config, _COMMENTS, arguments.overrides))
     print(next_step(file, config))
     return 0

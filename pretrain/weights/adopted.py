@@ -110,8 +110,12 @@ def _files_of_tensors(directory: Path) -> dict[str, str]:
 
 
 def write_back(directory: Path, module: AdoptedModel, source: Path) -> None:
-    """Write the model as its own class saves it, with the tokenizer of `source`."""
+    """Write the model as its own class saves it, with the tokenizer of `source`.
+
+    CheckpointError unless `source` still has the model that was adopted.
+    """
     assert module.config.facts is not None
+    check_source(source, module.config.facts.config)
     module.inner.save_pretrained(directory)
     for path in directory.glob("*.safetensors"):  # they are made readable by their owner only
         path.chmod(directory.stat().st_mode & 0o666)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from data_pipeline.corpora.corpus_identity import tokenizer_of
+from data_pipeline.tokenizer import MODEL_NAME, read_model
 from foundation.errors import DataError, named_setting, shown
 from foundation.files import read_json
 from foundation.settings import parse_config
@@ -59,6 +60,14 @@ def check_initial_weights(run: RunConfig) -> None:
         return
     if run.model.facts:
         check_source(weights, run.model.facts.config)
+        ours = tokenizer_of(run.data.directory()).model
+        files = [weights / name for name in ("tokenizer.json", MODEL_NAME)]
+        theirs = [read_model(file) for file in files if file.is_file()]
+        if theirs and ours not in theirs:
+            raise DataError(
+                f"initial_weights={weights} has another tokenizer than {run.data.path}; build the "
+                f"corpus with tokenizer.path={weights}"
+            )
         return
     with named_setting("initial_weights"):
         named = _kept(weights)

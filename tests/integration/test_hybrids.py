@@ -214,6 +214,11 @@ def test_an_adopted_model_trains_is_evaluated_and_comes_back(adopted_run, tmp_pa
     before, after = (json.loads((each / "config.json").read_text()) for each in (source, back))
     assert {**before, "dtype": "float32"} == after
     assert not list(back.glob("*.py"))
+    source.rename(adopted_run / "away")
+    command = ["export", str(run.path), "--format", "huggingface"]
+    assert main([*command, "--output", str(tmp_path / "without")]) == 2
+    (adopted_run / "away").rename(source)
+    assert "has no config.json" in capsys.readouterr().err
 
 
 def test_a_killed_run_resumes_bitwise_and_on_other_ranks_to_rounding(adopted_run):
@@ -239,6 +244,13 @@ def test_a_changed_directory_is_refused(adopted_run, tmp_path, capsys):
     command = ["train", str(adopted_run / "mine.yaml"), "--run-dir", str(tmp_path / "run")]
     assert main([*command, f"initial_weights={changed}"]) == 2
     assert "not the one that was adopted" in capsys.readouterr().err
+
+
+@of_one_family
+def test_a_corpus_of_another_tokenizer_is_refused(adopted_run, tiny_corpus, capsys):
+    command = ["adopt", str(adopted_run / "hf"), "--corpus", str(tiny_corpus), *SETTINGS]
+    assert main([*command, "--output", str(adopted_run / "other.yaml")]) == 2
+    assert "has another tokenizer" in capsys.readouterr().err
 
 
 @of_one_family
