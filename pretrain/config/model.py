@@ -202,11 +202,10 @@ class ModelConfig:
 
     def _check_adopted(self) -> None:
         family = self.facts.family if self.facts else ""
-        for entry in fields(self):
-            default = entry.default_factory() if callable(entry.default_factory) else entry.default
-            if entry.name not in _OF_ADOPTED and getattr(self, entry.name) != default:
+        for name, default in vars(ModelConfig()).items():
+            if name not in _OF_ADOPTED and getattr(self, name) != default:
                 raise ConfigError(
-                    f"model.{entry.name} is of this project's own family; leave it out, because "
+                    f"model.{name} is of this project's own family; leave it out, because "
                     f"config.json decides what {family} is"
                 )
         if not isinstance(self.memory_length, int):

@@ -61,7 +61,8 @@ class XLPretrainConfig(PretrainedConfig):
         self.trained_keys = tuple(trained_keys)
         self.document_end_id = document_end_id
         for entry in fields(ModelConfig):
-            value = settings.pop(entry.name, {} if entry.name == "mixers" else entry.default)
+            default = entry.default_factory() if callable(entry.default_factory) else entry.default
+            value = settings.pop(entry.name, default)
             setattr(self, entry.name, tuple(value) if isinstance(value, list) else value)
         # What is tied follows from `tie_embeddings` and other settings, not from this value.
         super().__init__(**{**settings, "tie_word_embeddings": True})
