@@ -14,6 +14,8 @@ from data_pipeline.corpora.manifest import HOW_TO_SPLIT, SPLITS, is_left_out
 from foundation.errors import ConfigError, DataError
 from foundation.files import make_directory, write_json
 from foundation.paths import path_text
+from pretrain.checkpoint.directory import step_directory
+from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.verify import steps_that_count
 from pretrain.config.evaluation_sets import splits_of_sets
 from pretrain.config.model import POSITIONS
@@ -90,6 +92,7 @@ def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput
     for step in unscored_steps(run_dir) if arguments.follow else steps:
         path = Path(f"{run_dir.path}@{step}")
         try:
+            saved = read_index(step_directory(run_dir.checkpoints, step))
             scorer = TrainedScorer(_load(arguments, path, world), world)
         except CheckpointError:
             if arguments.follow and step not in steps_that_count(run_dir.checkpoints):
@@ -102,7 +105,7 @@ def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput
             values |= set_values(name, of_set.loss, of_set.bits_per_byte)
         if arguments.tasks:
             values |= task_values(_tasks(arguments, path, scorer).values["results"])
-        write_point(run_dir, step, values)
+        write_point(run_dir, step, {"attempt": saved.attempt, **values})
     lines = run_dir.read_evaluations()
     rows = [("step", "loss", "standard error", "validated on")]
     rows += [

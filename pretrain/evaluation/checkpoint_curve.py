@@ -12,10 +12,11 @@ from foundation.files import append_whole
 from foundation.tables import write_csv
 from foundation.typed_values import json_text
 from pretrain.checkpoint.directory import step_directory
+from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.verify import steps_that_count
 from pretrain.metrics.writers import TensorBoard
 from pretrain.rundir.evaluated_text import PARTS
-from pretrain.rundir.history import is_finished
+from pretrain.rundir.history import attempt_history, is_finished
 from pretrain.rundir.run_dir import RunDir
 
 POLL_SECONDS = 5.0
@@ -25,12 +26,16 @@ def unscored_steps(run_dir: RunDir, seconds: float = POLL_SECONDS) -> Iterator[i
     """Yield the step of each checkpoint that is newer than its line, or has none, until the run
     has ended."""
     while True:
-        has_ended = any(map(is_finished, run_dir.ledger.history()))
+        ledger = run_dir.ledger.history()
+        has_ended, history = any(map(is_finished, ledger)), attempt_history(ledger)
         scored = {line["step"]: line["time"] for line in run_dir.read_evaluations()}
+        steps = steps_that_count(root := run_dir.checkpoints)
+        saved = [read_index(step_directory(root, step)) for step in steps]
         new = [
-            step
-            for step in steps_that_count(run_dir.checkpoints)
-            if scored.get(step, 0.0) < step_directory(run_dir.checkpoints, step).stat().st_mtime
+            own.step
+            for own in saved  # that the run has not gone back behind
+            if scored.get(own.step, 0.0) < own.directory.stat().st_mtime
+            and history.stands(own.step, own.attempt)
         ]
         yield from new
         if has_ended and not new:

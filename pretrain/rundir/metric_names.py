@@ -121,5 +121,5 @@ def dashboard_values(line: Mapping[str, Any]) -> dict[str, float]:
     return {
         f"{line['kind']}/{name}": value
         for name, value in line.items()
-        if name not in ("kind", "step", "time", "totals", PARTS) and value is not None
+        if name not in ("kind", "step", "time", "totals", "attempt", PARTS) and value is not None
     }

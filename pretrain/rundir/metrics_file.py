@@ -82,6 +82,8 @@ def _is_measured(name: str, value: Any) -> bool:
         )
     if name == PARTS:
         return is_parts(value)
+    if name == "attempt":  # that saved the checkpoint which another job has scored
+        return isinstance(value, str)
     if type(value) in (float, int, bool):
         least, most = (0.0, _LARGEST[name]) if name in _LARGEST else _ANY_NUMBER
         return least <= value <= most

@@ -45,7 +45,13 @@ from pretrain.rundir.attempt_files import START, list_attempts
 from pretrain.rundir.changed_settings import describe_rate, refused_changes
 from pretrain.rundir.events import Forecast, ResumeFrom, SettingsChanged, TrainingBegan
 from pretrain.rundir.forecast import check_subject
-from pretrain.rundir.history import find_events, past_of, recorded_settings, setting_changes
+from pretrain.rundir.history import (
+    attempt_history,
+    find_events,
+    past_of,
+    recorded_settings,
+    setting_changes,
+)
 from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, read_lock, run_lock
 from pretrain.rundir.metrics_file import read_measurements
@@ -254,8 +260,12 @@ class RunDir:
         return list(read_measurements(self.metrics))
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """Return what other jobs measured of kept checkpoints: the latest line of each step."""
-        lines = {line["step"]: line for line in read_measurements(self.evaluations)}
+        """Return what other jobs measured of kept checkpoints: the latest line of each step, unless
+        the run has gone back behind the checkpoint since."""
+        stands, lines = attempt_history(self.ledger.read()).stands, {}
+        for line in read_measurements(self.evaluations):  # earlier versions wrote no attempt
+            if "attempt" not in line or stands(line["step"], line["attempt"]):
+                lines[line["step"]] = line
         return [lines[step] for step in sorted(lines)]
 
     @contextlib.contextmanager

@@ -166,6 +166,15 @@ def test_kept_checkpoints_are_scored_by_another_job(places, tmp_path, capsys):
     written = run_dir.evaluations.read_bytes()
     assert main(["evaluate", run, "--follow"]) == 0
     assert run_dir.evaluations.read_bytes() == written, "nothing is scored twice"
+    settings = ("checkpoint.keep_last=9", "metrics.tensorboard=true", "optim.learning_rate=1e-2")
+    assert train(places, run_dir, *settings, "--from-step=2") == 0
+    assert [line["step"] for line in run_dir.read_evaluations()] == [2], "4 has other weights now"
+    capsys.readouterr()
+    assert main(["evaluate", run, "--follow", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["results"]
+    assert again[0] == points[0]
+    assert again[1]["loss"] == pytest.approx(evaluations_of(run_dir)[-1]["loss"], rel=1e-5)
+    assert again[1]["loss"] != pytest.approx(points[1]["loss"], rel=1e-5)
     assert main(["evaluate", run, "--follow", "--memory-length", "0"]) == 2
     assert "--memory-length" in capsys.readouterr().err
     assert main(["export", f"{run}@2", "--output", str(tmp_path / "export")]) == 0
