@@ -29,21 +29,17 @@ _OPTIM = {
     "clip_norm": 1.0,
     "schedule": {"warmup_steps": STEPS // 20},
 }
-# What the file has -> its comment.
+_SHOWN = (
+    "name", "initial_weights", "model.num_layers", "model.d_model", "model.vocab_size",
+    "model.memory_length", "model.adopted", "data.path", "data.lanes", "data.segment_length",
+    *(f"optim.{name}" for name in _OPTIM), "checkpoint.interval",
+)  # fmt: skip
 _COMMENTS = {
-    "name": "",
+    **dict.fromkeys(_SHOWN, ""),
     "initial_weights": "weights and tokenizer; the directory must stay there",
-    "model.num_layers": "",
-    "model.d_model": "",
-    "model.vocab_size": "",
     "model.memory_length": "rows of keys and values that lanes carry, per attention layer",
     "model.adopted": "measured by 'pretrain adopt'",
-    "data.path": "",
-    "data.lanes": "",
-    "data.segment_length": "",
-    **{f"optim.{name}": "" for name in _OPTIM},
     "optim.learning_rate": "tune it",
-    "checkpoint.interval": "",
 }
 
 
