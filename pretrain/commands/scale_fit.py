@@ -202,7 +202,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
     add = parser.add_argument
     add("--output", type=Path, metavar="DIR", help="default: scaling-report beside RUNS, or in it")
-    add("--title", default="Scaling laws", help="of the page (default %(default)s)")
+    add("--title", default="", help="of the page (default: named after RUNS)")
 
 
 def run_report(arguments: argparse.Namespace) -> int:

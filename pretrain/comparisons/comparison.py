@@ -6,6 +6,7 @@
     rates: [2e-3, 4e-3, 8e-3]   # every member is trained with each...
     seeds: [1, 2]               # ...and each of these
     settings: [model.d_model=64]                # for all members; optional
+    baseline: no-memory         # differences are from this member; optional: the best one
     members:                    # how each member differs from the experiment
       no-memory: [model.memory_length=0]
       transformer-xl: []
@@ -40,6 +41,7 @@ class Comparison:
     seeds: tuple[int, ...]
     members: Mapping[str, tuple[str, ...]]
     settings: tuple[str, ...] = ()
+    baseline: str = ""
 
     def __post_init__(self) -> None:
         require_name("name", self.name)
@@ -47,6 +49,10 @@ class Comparison:
             require_name("members", member)
         if len(self.members) < 2:
             raise ConfigError(f"found {len(self.members)} members, expected two or more")
+        if self.baseline not in ("", *self.members):
+            raise ConfigError(
+                f"baseline={self.baseline}: expected one of {', '.join(self.members)}"
+            )
         for name, values, least in (("rates", self.rates, 1e-300), ("seeds", self.seeds, 0)):
             if not values or min(values) < least or len({*values}) < len(values):
                 raise ConfigError(
@@ -83,7 +89,11 @@ def plan_members(comparison: Comparison, experiment: Path) -> list[PlannedRun]:
     runs = varied(experiment, comparison.settings, [members, rates, seeds])
     runs.sort(key=lambda run: (run.seed, run.optim.learning_rate))
     flops = comparison.flops
-    return [planned_run(at_computed_flops(run, flops), {"budget": flops}) for run in runs]
+    bases = [float(member_name(run.name) == comparison.baseline) for run in runs]
+    return [
+        planned_run(at_computed_flops(run, flops), {"budget": flops, "baseline": is_base})
+        for run, is_base in zip(runs, bases, strict=True)
+    ]
 
 
 def member_name(cell: str) -> str:

@@ -7,15 +7,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-
-import numpy as np
+from typing import Any
 
 from foundation.errors import DataError
 from pretrain.comparisons.comparison import member_name
-from pretrain.reporting.members import NOTE, Member, member_rows
+from pretrain.reporting.members import COLUMNS, NOTE, Member, beside, member_rows
 from pretrain.scaling.collect import FAR, PROBED, Row
 from pretrain.scaling.intervals import amount
-from pretrain.terminal.text import flops_text, format_number
+from pretrain.terminal.text import flops_text
+
+VARIANT_COLUMNS = COLUMNS | {
+    f"loss from token {FAR}": "{far_loss:.4f}",
+    "needle": "{needle:.1%}",
+    "rate": "{rate:g}{edge}",
+    "state of a lane": "{lane_bytes}B",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "parameters": "{parameters}",
+    "tokens": "{tokens}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +49,8 @@ class MemberResult:
 
 
 def member_results(rows: Sequence[Row]) -> list[MemberResult]:
-    """Return members whose runs have all ended, each at the rate of the lowest mean over seeds."""
+    """Return members whose runs have all ended, each at the rate of the lowest mean over seeds; the
+    member with the lowest of these first."""
     results = []
     for member in dict.fromkeys(member_name(row.name) for row in rows):
         mine = [row for row in rows if member_name(row.name) == member]
@@ -74,40 +84,46 @@ def member_results(rows: Sequence[Row]) -> list[MemberResult]:
         results.append(result)
     if not results:
         raise DataError("no member has ended at all of its rates and seeds; let the sweep finish")
-    return results
+    return sorted(results, key=lambda result: result.loss)
 
 
-def variant_table(results: Sequence[MemberResult]) -> list[list[str]]:
-    """Return heads and rows, lowest loss first; a star marks the lowest or highest rate tried."""
-    heads = [f"loss from token {FAR}", "needle", "rate"]
-    heads += ["state of a lane", "tokens/s", "parameters", "tokens"]
-    losses, rows = member_rows([result.seeds for result in results]), []
-    by_name = {result.member: result for result in results}
-    for of_seeds in losses[1:]:
-        result = by_name[of_seeds[0]]
-        needle = list(result.probed("needle").values())
-        rows.append(
-            [
-                *of_seeds,
-                format_number(result.probes.get(f"{PROBED}far_loss"), ".4f"),
-                format_number(float(np.mean(needle)) if needle else None, ".1%"),
-                f"{result.first.learning_rate:g}{'*' * result.is_edge}",
-                f"{amount(float(result.first.lane_bytes))}B",
-                format_number(result.tokens_per_second, ",.0f"),
-                amount(float(result.first.N)),
-                amount(float(result.first.D)),
-            ]
-        )
-    return [[*losses[0], *heads], *rows]
+def baseline_of(results: Sequence[MemberResult]) -> MemberResult:
+    """Return the comparison's baseline, by default the first."""
+    return next((result for result in results if result.first.baseline), results[0])
+
+
+def variant_numbers(results: Sequence[MemberResult]) -> list[dict[str, Any]]:
+    """Return the numbers of each member, lowest loss first."""
+    of_losses = beside([result.seeds for result in results], baseline_of(results).member)
+    return [
+        numbers
+        | {
+            "far_loss": result.probes.get(f"{PROBED}far_loss"),
+            "needle": fmean(needle) if (needle := result.probed("needle").values()) else None,
+            "rate": float(result.first.learning_rate),
+            "edge": "*" * result.is_edge,
+            "lane_bytes": result.first.lane_bytes,
+            "tokens_per_second": result.tokens_per_second,
+            "parameters": result.first.N,
+            "tokens": result.first.D,
+        }
+        for numbers, result in zip(of_losses, results, strict=True)
+    ]
+
+
+def variant_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a table of texts, heads first; a star marks the lowest or highest rate tried."""
+    sizes = ("lane_bytes", "parameters", "tokens")
+    texts = [{**row, **{name: amount(float(row[name])) for name in sizes}} for row in rows]
+    return member_rows(texts, VARIANT_COLUMNS)
 
 
 def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     """Say what the columns are, and what they rest on."""
-    example = results[0]
     notes = [
-        f"every run trained for {flops_text(float(example.first.C))} FLOPs; losses are means over "
-        "seeds at the member's best rate, tokens/s the median of the member's runs",
-        NOTE[0].lower() + NOTE[1:].removesuffix("."),
+        f"every run trained for {flops_text(float(results[0].first.C))} FLOPs; losses are at each "
+        "member's best rate, tokens/s is the median of its runs: compare it only under equal load",
+        NOTE.format(baseline_of(results).member),
     ]
     if probed := [result for result in results if result.probed("needle")]:
         distances = ", ".join(map(str, probed[0].probed("needle")))

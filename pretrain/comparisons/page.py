@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from foundation.errors import DataError
-from pretrain.comparisons.members import MemberResult, member_results, variant_notes, variant_table
+from pretrain.comparisons.members import (
+    MemberResult,
+    baseline_of,
+    member_results,
+    variant_notes,
+    variant_numbers,
+    variant_table,
+)
 from pretrain.reporting.charts import (
+    FAINT,
     INK,
     SERIES,
     canvas,
@@ -21,6 +29,7 @@ from pretrain.reporting.charts import (
     plain_ticks,
     spread_colors,
 )
+from pretrain.reporting.members import without_shared
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.fit_charts import LOSS
 from pretrain.scaling.intervals import amount, as_loss
@@ -51,8 +60,9 @@ def write_sweep_page(rows: Sequence[Row], source: Path, directory: Path, title: 
     left_out = [f"left out: {row.name}: {row.excluded}" for row in rows if row.excluded]
     parts[-1] = replace(parts[-1], lines=[*parts[-1].lines, *left_out])
     done = counted(len(rows) - len(left_out), "finished run")
+    title = title or source.absolute().parent.name
     path = write_parts(parts, source, directory, title, f"{done} of a sweep of {kind}.", [])
-    texts = ["\n".join([fitted_table(part.rows), *part.lines]) for part in parts]
+    texts = ["\n".join([*part.above, fitted_table(part.rows), *part.lines]) for part in parts]
     return "\n".join([*texts, f"report: {path}"])
 
 
@@ -123,13 +133,23 @@ def loss_by_memory(rows: Sequence[Row]) -> Figure:
 
 def _variants(rows: Sequence[Row]) -> list[Part]:
     results = member_results(rows)
+    numbers, base = variant_numbers(results), baseline_of(results)
     caption = "Loss at equal training FLOPs, a dot per seed"
     figures = {"variants": (partial(member_losses, results), caption)}
-    if probed := [result for result in results if result.probed("position")]:
-        caption = f"Loss by position in the document, minus that of {probed[0].member}"
+    if any(row["interval_low"] is not None for row in numbers):
+        caption = f"Difference from {base.member}, paired by seed, with 95% intervals over seeds"
+        figures["differences"] = (partial(member_differences, numbers), caption)
+    if base.probed("position"):
+        probed = [base, *(one for one in results if one is not base and one.probed("position"))]
+        caption = f"Loss by position in the document, minus that of {base.member}"
         figures["positions"] = (partial(position_chart, probed), caption)
-    table, notes = variant_table(results), variant_notes(results)
-    return [Part(title="Variants", rows=table, lines=notes, figures=figures)]
+    heads, *cells = table = variant_table(numbers)
+    tex = [[*heads[:6], "parameters / tokens"], *([*c[:6], f"{c[-2]} / {c[-1]}"] for c in cells)]
+    shown, shared = without_shared(table)
+    files = {"tex": tex, "numbers": numbers, "figures": figures}
+    return [
+        Part(title="Variants", above=[shared], rows=shown, lines=variant_notes(results), **files)
+    ]
 
 
 def member_losses(results: Sequence[MemberResult]) -> Figure:
@@ -143,6 +163,20 @@ def member_losses(results: Sequence[MemberResult]) -> Figure:
     axes.set_yticks(range(len(results)), [result.member for result in results])
     axes.invert_yaxis()
     plain_ticks(axes.xaxis)
+    return figure
+
+
+def member_differences(numbers: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw each member's difference from the baseline, with its interval."""
+    figure, axes = canvas(0.8 + 0.4 * len(numbers), "difference of losses, nats per token", "")
+    for index, (row, color) in enumerate(zip(numbers, spread_colors(len(numbers)), strict=True)):
+        if row["interval_low"] is not None:
+            ends = row["interval_low"], row["interval_high"]
+            axes.plot(ends, [index] * 2, "|-", color=color, label=f"{row['member']}, interval")
+        axes.plot([row["difference"] or 0.0], [index], "o", color=color, label=row["member"])
+    axes.axvline(0, color=FAINT, linewidth=1.0, label="_0")
+    axes.set_yticks(range(len(numbers)), [row["member"] for row in numbers])
+    axes.invert_yaxis()
     return figure
 
 

@@ -17,14 +17,22 @@ from foundation.cli import value_text
 from foundation.files import write_text
 from foundation.tables import latex_table, write_csv
 from pretrain.rundir.evaluated_text import EvaluatedText, difference_error
-from pretrain.terminal.text import format_number
 
 LEVEL = 0.95  # of the intervals
 NO_EFFECT = ("seed", "checkpoint.", "metrics.")  # runs that differ only in these are one member
-HEADS = ("member", "n", "loss", "standard error", "difference", "95% interval", "validated on")
+COLUMNS = {
+    "member": "{member}",
+    "n": "{n}",
+    "loss": "{loss:.4f}",
+    "standard error": "{standard_error:.4f}",
+    "difference": "{difference:+.4f}{unclear}",
+    "95% interval": "{interval_low:+.4f} to {interval_high:+.4f}",
+    "validated on": "{scored_tokens:,} tokens of {scored_documents:,} documents",
+}
 NOTE = (
-    "n: seeds. Differences are from the first member, paired by seed; ? marks one that the text of "
-    "the validation split cannot tell from none."
+    "A loss is the mean over n seeds; differences are from {}, paired by seed. Intervals are over "
+    "seeds, and a ? is about documents: on another text such a difference may be none, even where "
+    "its interval excludes 0"
 )
 
 
@@ -46,42 +54,59 @@ class Member:
         return self.texts.get(seed, EvaluatedText())
 
 
-def member_rows(members: Sequence[Member]) -> list[tuple[str, ...]]:
-    """Return heads and a row per member, lowest mean loss first."""
-    ordered = by_loss(members)
-    rows: list[tuple[str, ...]] = [HEADS]
+def beside(members: Sequence[Member], baseline: str = "") -> list[dict[str, Any]]:
+    """Return the numbers of each member, lowest mean loss first, and its difference from the
+    baseline, by default the first; None where seeds are too few, or texts differ."""
+    ordered = sorted(members, key=lambda member: (math.isnan(member.loss), member.loss))
+    base = next((member for member in ordered if member.name == baseline), ordered[0])
+    rows = []
     for member in ordered:
-        name, count, text = (
-            member.name,
-            str(len(member.losses)),
-            member.text(next(iter(member.losses))),
-        )
-        if math.isnan(member.loss):
-            rows.append((name, count, *"----", "different texts"))
-            continue
-        errors = _half_interval(list(member.losses.values()))
-        cells = name, count, f"{member.loss:.4f}", format_number(errors and errors[0], ".4f")
-        rows.append((*cells, *_difference(ordered[0], member), text.description))
+        text, loss = member.text(min(member.losses)), member.loss
+        row = {"member": member.name, "n": len(member.losses), "loss": loss, "standard_error": None}
+        row |= {"difference": None, "unclear": "", "interval_low": None, "interval_high": None}
+        row |= {"scored_tokens": text.tokens, "scored_documents": text.documents}
+        if math.isnan(loss):
+            row |= {"loss": None, "scored_tokens": None}
+        elif errors := _half_interval(list(member.losses.values())):
+            row["standard_error"] = errors[0]
+        rows.append(row | ({} if member is base else _difference(base, member)))
     return rows
 
 
-def by_loss(members: Sequence[Member]) -> list[Member]:
-    """Return the members, lowest mean loss first, and last the ones without a mean."""
-    return sorted(members, key=lambda member: (math.isnan(member.loss), member.loss))
-
-
-def _difference(first: Member, member: Member) -> tuple[str, str]:
-    """Return the cells of a member's difference from the first, and of its interval."""
-    seeds = [seed for seed in first.losses if seed in member.losses]
-    texts = [[one.text(seed) for one in (member, first)] for seed in seeds]
-    if member is first or not seeds or any(a.part_tokens != b.part_tokens for a, b in texts):
-        return "-", "-"
-    pairs = [member.losses[seed] - first.losses[seed] for seed in seeds]
+def _difference(base: Member, member: Member) -> dict[str, Any]:
+    seeds = [seed for seed in base.losses if seed in member.losses]
+    texts = [(member.text(seed), base.text(seed)) for seed in seeds]
+    if not seeds or any(text.part_tokens != other.part_tokens for text, other in texts):
+        return {}
+    pairs = [member.losses[seed] - base.losses[seed] for seed in seeds]
     mean, errors = fmean(pairs), _half_interval(pairs)
     known = [error for pair in texts if (error := difference_error(*pair)) is not None]
+    ends = {"interval_low": mean - errors[1], "interval_high": mean + errors[1]} if errors else {}
     is_unclear = bool(known) and abs(mean) < 1.96 * fmean(known)
-    interval = f"{mean - errors[1]:+.4f} to {mean + errors[1]:+.4f}" if errors else "-"
-    return f"{mean:+.4f}{'?' * is_unclear}", interval
+    return {"difference": mean, "unclear": "?" * is_unclear, **ends}
+
+
+def member_rows(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS
+) -> list[list[str]]:
+    """Return a table of texts, heads first; `-` where a number is None."""
+
+    def cell(row: Mapping[str, Any], form: str) -> str:
+        try:
+            return form.format(**row)
+        except TypeError:  # None has no decimals
+            return "-"
+
+    return [[*columns], *([cell(row, form) for form in columns.values()] for row in rows)]
+
+
+def without_shared(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], str]:
+    """Return a table without the columns in which all rows agree but the first, and their text."""
+    columns = [*zip(*rows, strict=True)]
+    shared = [c for c in columns[1:] if len(rows) > 2 and len({*c[1:]}) == 1]
+    kept = zip(*(column for column in columns if column not in shared), strict=True)
+    words = [f"{head}: {cell}" for head, cell, *_ in shared if cell != "-"]
+    return [list(row) for row in kept], f"All members: {'; '.join(words)}"
 
 
 def _half_interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -110,8 +135,13 @@ def member_names(names: Sequence[str], changed: Mapping[str, Sequence[Any]]) -> 
     ]
 
 
-def write_table(path: Path, rows: Sequence[Sequence[str]]) -> None:
-    """Write a table, heads first, as CSV and as LaTeX beside it."""
-    lines = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
-    write_csv(path.with_suffix(".csv"), rows[0], lines)
+def write_table(
+    path: Path, rows: Sequence[Sequence[str]], numbers: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Write a table, heads first, as LaTeX, and beside it as CSV, with `numbers` if given."""
+    lines = numbers or [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+    cells = [
+        {k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()} for row in lines
+    ]
+    write_csv(path.with_suffix(".csv"), list(lines[0] if lines else rows[0]), cells)
     write_text(path.with_suffix(".tex"), latex_table(rows))

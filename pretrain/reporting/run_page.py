@@ -19,8 +19,10 @@ from pretrain.reporting.members import (
     NO_EFFECT,
     NOTE,
     Member,
+    beside,
     member_names,
     member_rows,
+    without_shared,
     write_table,
 )
 from pretrain.reporting.rate_warnings import rate_warnings
@@ -65,16 +67,17 @@ def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
         {name: values[index] for name, values in changed.items()} for index in range(len(histories))
     ]
     names = [printable(history.path.name) for history in histories]
-    tables = [
+    tables: list[Sequence[Sequence[str]]] = [
         _table(names, [{key: value_text(own[key]) for key in own} for own in settings]),
         _table(names, list(map(_numbers, histories))),
     ]
     members, seeds = member_names(names, changed), [history.config.seed for history in histories]
     if len({*zip(members, seeds, strict=True)}) < len(members):  # RUN@STEP of one run, say
         members = names
-    if len({*members}) < len(members):
-        tables.insert(0, member_rows(members_of(histories, members)))
-        write_table(directory / "members.csv", tables[0])
+    if len({*members}) < len(members) and (scored := members_of(histories, members)):
+        numbers = beside(scored)
+        tables.insert(0, member_rows(numbers))
+        write_table(directory / "members.csv", [row[:-1] for row in tables[0]], numbers)
     document = render_comparison(histories, members, directory / FIGURES, tables)
     write_page(directory / "compare.html", document)
     values = [
@@ -281,7 +284,7 @@ def render_comparison(
         else paragraph("All settings are the same.")
     )
     sections = [
-        *(section("Members", table(t[0], t[1:], "named"), paragraph(NOTE)) for t in of_members),
+        *(_members(rows) for rows in of_members),
         section("Loss", losses),
         section("Loss over FLOPs", over_flops),
         section("Loss over time", paragraph("Without evaluations and saves."), over_time),
@@ -298,6 +301,12 @@ def render_comparison(
     lead += f" {words.pop()}." if len(words) == 1 else ""
     title = f"Runs of {printable(histories[0].path.absolute().parent.name)}"
     return page(title, "Comparison", lead, [], sections, "Written by 'pretrain report'.")
+
+
+def _members(rows: Sequence[Sequence[str]]) -> str:
+    (heads, *shown), shared = without_shared(rows)
+    words = [paragraph(f"{line}.") for line in (shared, NOTE.format(rows[1][0]))]
+    return section("Members", words[0], table(heads, shown, "named"), words[1])
 
 
 def _numbers(history: History) -> dict[str, str]:

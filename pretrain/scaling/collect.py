@@ -30,7 +30,8 @@ ORIGIN = "expected a table that 'pretrain scale collect' writes"
 SET_LOSSES, TASKS = "set_losses", "tasks"
 PROBES = "probes.json"
 PROBED = "probes/"  # begins the names of columns
-_LATER_COLUMNS = ("loss_error", "loss_tokens", "loss_documents", "loss_parts")
+_LATER_COLUMNS = ("loss_error", "loss_tokens", "loss_documents", "loss_parts", "baseline")
+FEWEST = 100  # tokens behind the loss of a stretch of positions
 FAR = 512  # tokens: beyond it much of a document may be out of a short memory
 
 
@@ -62,6 +63,7 @@ class Row:
     base_width: int | str = ""  # whose rates transfer to other widths; 0: they do not
     lane_bytes: int | str = ""  # that a lane carries
     varies: str = ""  # what the sweep's plan varied
+    baseline: str = ""  # yes: of a comparison's member that differences are from
     code: str = ""  # versions of the code that trained it, where the run noted them
     excluded: str = ""  # why the cell takes no part
     set_losses: Mapping[str, float] = field(default_factory=dict)  # a column `loss/NAME` each
@@ -131,6 +133,7 @@ def row_of(placed: PlacedCell) -> Row:
         holdout="yes" if cell.holdout else "",
         rate_factor=cell.facts.get("rate_factor", ""),
         varies=placed.varies,
+        baseline="yes" if cell.facts.get("baseline") else "",
     )
     if not run_dir.exists():
         return replace(row, excluded="not started: there is no run directory")
@@ -274,7 +277,7 @@ def probe_columns(run: Path, step: int | None = None) -> dict[str, float]:
             f"{path} is damaged ({error}); remove it: 'pretrain evaluate RUN --probe needle "
             "position' writes it"
         ) from None
-    columns |= {f"position/{start}": loss for start, loss, _ in bins}
+    columns |= {f"position/{start}": loss for start, loss, count in bins if count >= FEWEST}
     if far := [(loss, count) for start, loss, count in bins if start >= FAR]:
         count = sum(count for _, count in far)
         columns["far_loss"] = sum(loss * count for loss, count in far) / count

@@ -5,6 +5,7 @@ figures and numbers as files.
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -290,7 +291,10 @@ class Part:
     """A section of a page: figures by file name, a table with its heads, and lines on them."""
 
     title: str
+    above: Sequence[str] = ()  # lines above the table
     rows: Sequence[Sequence[str]] = ()
+    tex: Sequence[Sequence[str]] = ()  # the table in LaTeX, if it is another one
+    numbers: Sequence[Mapping[str, Any]] = ()  # the table as CSV, if it is another one
     lines: Sequence[str] = ()
     figures: Mapping[str, tuple[Callable[[], Figure], str]] = field(default_factory=dict)
     details: Sequence[str] = ()  # that a click shows
@@ -305,9 +309,12 @@ class Part:
             parts.append(chart_html(figure, caption) + sentence(caption))
         if self.rows:
             heads, *rows = self.rows
-            write_table(directory / f"table-{self.title.lower().replace(' ', '-')}", self.rows)
-            # a line of a table on a narrow screen ends before an interval and not inside of it
-            cells = [[cell.replace(", ", ",\N{NO-BREAK SPACE}") for cell in row] for row in rows]
+            name = f"table-{self.title.lower().replace(' ', '-')}"
+            write_table(directory / name, self.tex or self.rows, self.numbers)
+            parts += [sentence(line, self.style) for line in self.above]
+            # a line of a table on a narrow screen ends before an interval or its second number
+            gaps = re.compile(r"(?<=,) | (?=to )")
+            cells = [[gaps.sub("\N{NO-BREAK SPACE}", cell) for cell in row] for row in rows]
             parts.append(table(heads, cells, "named ranges"))
         parts += [sentence(line, self.style) for line in self.lines]
         if self.details:
@@ -328,14 +335,14 @@ def write_parts(
     """Write report.html about the table `runs`, with its date and code, and return it."""
     make_directory(directory)
     name = "/".join(runs.parts[-2:])
-    about = f"{datetime.now(timezone.utc).date().isoformat()}, code {code_version()}"
-    sections = [part.html(directory, f"{name}, {about}") for part in parts]
+    about = f"{name}, {datetime.now(timezone.utc).date().isoformat()}, code {code_version()}"
+    sections = [part.html(directory, about) for part in parts]
     footer = (
         "Written by 'pretrain scale report'. Losses are in nats per token; every figure is beside "
         "this page as PNG, SVG, PDF and CSV."
     )
     path = directory / "report.html"
-    write_page(path, page(f"{title}: {name}", about, lead, cards, sections, footer))
+    write_page(path, page(title or f"Scaling laws: {name}", about, lead, cards, sections, footer))
     return path
 
 

@@ -2,7 +2,7 @@ import pytest
 from scipy.stats import ttest_rel
 
 from foundation.tables import latex_table
-from pretrain.reporting.members import Member, member_names, member_rows
+from pretrain.reporting.members import Member, beside, member_names, member_rows, without_shared
 from pretrain.rundir.evaluated_text import EvaluatedText
 
 A, B = {1: 2.00, 2: 2.10, 3: 2.05}, {1: 2.11, 2: 2.18, 3: 2.16}
@@ -13,16 +13,28 @@ def text(*losses: float) -> EvaluatedText:
 
 
 def test_a_difference_is_paired_by_seed_with_students_interval():
-    rows = member_rows(
-        [
-            Member("b", B, dict.fromkeys(B, text(3, 2))),
-            Member("a", A, dict.fromkeys(A, text(2.9, 1.9))),
-        ]
-    )
-    assert [row[:3] for row in rows[1:]] == [("a", "3", "2.0500"), ("b", "3", "2.1500")]
+    texts = [dict.fromkeys(A, text(*losses)) for losses in ((3, 2), (2.9, 1.9))]
+    first, second = beside([Member("b", B, texts[0]), Member("a", A, texts[1])])
+    assert [(row["member"], row["n"]) for row in (first, second)] == [("a", 3), ("b", 3)]
+    assert (first["loss"], second["loss"]) == pytest.approx((2.05, 2.15))
     interval = ttest_rel(list(B.values()), list(A.values())).confidence_interval()
-    assert rows[2][4:6] == ("+0.1000", f"{interval.low:+.4f} to {interval.high:+.4f}")
-    assert member_rows([Member("one", {1: 2.0}, {})])[1] == ("one", "1", "2.0000", *"----")
+    found = [second[name] for name in ("difference", "interval_low", "interval_high")]
+    assert found == pytest.approx([0.1, interval.low, interval.high])
+    cells = member_rows([first, second])[2]
+    assert cells[4:6] == ["+0.1000", f"{interval.low:+.4f} to {interval.high:+.4f}"]
+    (alone,) = beside([Member("one", {1: 2.0}, {})])
+    assert member_rows([alone])[1][:6] == ["one", "1", "2.0000", *"---"]
+
+
+def test_differences_are_from_the_baseline_that_a_comparison_names():
+    rows = beside([Member("a", A, {}), Member("b", B, {})], "b")
+    assert [row["difference"] for row in rows] == [pytest.approx(-0.1), None]
+
+
+def test_what_all_rows_share_leaves_the_table():
+    rows = [["member", "n", "loss", "needle"], ["a", "3", "2.0", "-"], ["b", "3", "2.1", "-"]]
+    shown, words = without_shared(rows)
+    assert (shown[1], words) == (["a", "2.0"], "All members: n: 3")
 
 
 @pytest.mark.parametrize(
@@ -35,15 +47,15 @@ def test_a_difference_is_paired_by_seed_with_students_interval():
 )
 def test_a_difference_that_the_split_cannot_tell_is_marked(other, difference):
     first, second = Member("a", {1: 2.66}, {1: text(2, 5, 1)}), Member("b", {1: 2.67}, {1: other})
-    assert member_rows([first, second])[2][4] == difference
+    assert member_rows(beside([first, second]))[2][4] == difference
 
 
 def test_seeds_that_were_scored_on_different_texts_have_no_mean():
     mixed = Member("a", A, {1: text(2, 5), 2: text(2, 5, 1), 3: text(2, 5, 1)})
     other = Member("b", B, dict.fromkeys(B, text(2, 5, 1)))
-    rows = member_rows([mixed, other])
-    assert rows[1][:3] == ("b", "3", "2.1500")
-    assert rows[2] == ("a", "3", *"----", "different texts")
+    rows = member_rows(beside([mixed, other]))
+    assert rows[1][:3] == ["b", "3", "2.1500"]
+    assert rows[2] == ["a", "3", *"-----"]
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,7 @@ def test_flags_give_a_comparison_other_flops_and_seeds(tmp_path):
         ("model.memory_length=0|optim.steps=9", "optim.steps=9 follows"),
         ("model.memory_length=0|model.memory=0", "c8e07-no-memory-lr1e-05-s3 (over"),
         ("experiment: tiny|experiment: absent", "does not exist (experiment"),
+        ("flops: 8e7|flops: 8e7\nbaseline: x", "baseline=x: expected one of no-memory, long"),
         ("[model.memory_length=0]|3", "members.no-memory is 3;"),
     ],
 )
@@ -273,12 +274,14 @@ def test_an_extending_files_members_replace_the_bases_whose_experiment_it_finds(
     (tmp_path / "own").mkdir()
     write_text(tmp_path / "own" / "a.yaml", "extends: ../two.yaml\nseeds: [3]\nrates: [4e-3]\n")
     members = "members: {mine: [model.d_model=8], long: [model.memory_length=4]}\n"
-    write_text(tmp_path / "own" / "b.yaml", f"extends: a.yaml\n{members}")
+    write_text(tmp_path / "own" / "b.yaml", f"extends: a.yaml\nbaseline: mine\n{members}")
     for name, expected in (("a", {"no-memory", "long"}), ("b", {"mine", "long"})):
         output = tmp_path / f"{name}-sweep.yaml"
         plan = ("plan", tmp_path / "own" / f"{name}.yaml", "--output", output)
         assert command(*plan, "model.vocab_size=300") == 0
-        assert {member_name(cell.name) for cell in read_sweep(output).cells} == expected
+        cells = read_sweep(output).cells
+        assert {member_name(cell.name) for cell in cells} == expected
+    assert [cell.facts["baseline"] for cell in cells] == [1.0, 0.0]
 
 
 def ended(member: str, rate: float, loss: float | str, seed: int = 1) -> Row:
@@ -320,7 +323,7 @@ def compared(tmp_path_factory) -> Path:
     runs = sorted((directory / "cells").glob("c*-s*"))
     assert len(runs) == 8
     probe = ["--probe", "needle", "position", "--trials=4", "--longest-distance=32"]
-    assert main(["evaluate", *map(str, runs), *probe, "--max-tokens=200"]) == 0
+    assert main(["evaluate", *map(str, runs), *probe, "--max-tokens=2000"]) == 0
     return directory
 
 
@@ -329,7 +332,8 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
     table, out = compared / "cells" / "runs.csv", compared / "report"
     assert command("report", table, "--output", out) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^long +2 +\d\.\d{4} +\d\.\d{4} .* \d+\.\d% +0\.004\* +\S+kB ", said, re.M)
+    assert re.search(r"^long +\d\.\d{4} +\d\.\d{4} .* \S+kB ", said, re.M)
+    assert re.search(r"^All members: n: 2; validated on: .* tokens .*; rate: 0.004\*", said, re.M)
     found = {each.member: each for each in member_results(read_rows(table))}
     assert set(found) == {"no-memory", "long"}
     assert found["long"].first.lane_bytes == 4 * 16 * (8 + 32) + 4 * 32, "two layers, documents"
@@ -342,10 +346,12 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
         assert each.tokens_per_second > 0
     page = (out / "report.html").read_text()
     assert all(f"{each.loss:.4f}" in page for each in found.values())
-    assert {path.name for path in out.glob("*.png")} == {"variants.png", "positions.png"}
+    assert {path.stem for path in out.glob("*.png")} == {"variants", "differences", "positions"}
     drawn = {line.split(",")[0] for line in (out / "variants.csv").read_text().splitlines()}
     assert {"long", "no-memory"} < drawn
-    assert r"0.004* &" in (out / "table-variants.tex").read_text()
+    numbers = list(csv.DictReader((out / "table-variants.csv").open()))
+    assert [float(row["rate"]) for row in numbers] == [0.004, 0.004]
+    assert len((out / "table-variants.tex").read_text().splitlines()[2].split("&")) == 7
     runs = [str(path) for path in sorted((compared / "cells").glob("c*-s*"))]
     assert main(["report", *runs, "--output", str(out)]) == 0
     members = (out / "members.csv").read_text().splitlines()
