@@ -223,8 +223,10 @@ class _Sentences:
 
 def _training_advice(vocab_size: int, message: str) -> str:
     if limit := re.search(r"value <= (\d+)", message):
+        # A power of two, up to half of the possible pieces: the others are rare words.
         largest = int(limit.group(1))
-        smaller = f"set it to at most {largest}, " if largest >= SMALLEST_VOCABULARY else ""
+        sensible = max(SMALLEST_VOCABULARY, 1 << (largest.bit_length() - 2))
+        smaller = f"set it to {sensible}, " if largest >= SMALLEST_VOCABULARY else ""
         return (
             f"tokenizer.vocab_size={vocab_size} is more than the training text has pieces for; "
             f"{smaller}give more text, or use tokenizer.kind=bytes"

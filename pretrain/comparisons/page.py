@@ -145,11 +145,9 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
         figures["positions"] = (partial(position_chart, probed), caption)
     heads, *cells = table = variant_table(numbers)
     tex = [[*heads[:6], "parameters / tokens"], *([*c[:6], f"{c[-2]} / {c[-1]}"] for c in cells)]
-    shown, shared = without_shared(table)
+    shown, shared = without_shared(table, "All members")
     files = {"tex": tex, "numbers": numbers, "figures": figures}
-    return [
-        Part(title="Variants", above=[shared], rows=shown, lines=variant_notes(results), **files)
-    ]
+    return [Part(title="Variants", above=shared, rows=shown, lines=variant_notes(results), **files)]
 
 
 def member_losses(results: Sequence[MemberResult]) -> Figure:

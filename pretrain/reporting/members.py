@@ -100,13 +100,14 @@ def member_rows(
     return [[*columns], *([cell(row, form) for form in columns.values()] for row in rows)]
 
 
-def without_shared(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], str]:
-    """Return a table without the columns in which all rows agree but the first, and their text."""
+def without_shared(rows: Sequence[Sequence[str]], of: str) -> tuple[list[list[str]], list[str]]:
+    """Return a table without the columns in which all rows agree but the first, and a line on them
+    that begins with `of`, if there are any."""
     columns = [*zip(*rows, strict=True)]
     shared = [c for c in columns[1:] if len(rows) > 2 and len({*c[1:]}) == 1]
     kept = zip(*(column for column in columns if column not in shared), strict=True)
     words = [f"{head}: {cell}" for head, cell, *_ in shared if cell != "-"]
-    return [list(row) for row in kept], f"All members: {'; '.join(words)}"
+    return [list(row) for row in kept], [f"{of}: {'; '.join(words)}"] * bool(words)
 
 
 def _half_interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -284,11 +284,16 @@ def render_comparison(
         else paragraph("All settings are the same.")
     )
     sections = [
-        *(_members(rows) for rows in of_members),
+        *(
+            section(
+                "Members", *_unshared(rows, "All members"), paragraph(f"{NOTE.format(rows[1][0])}.")
+            )
+            for rows in of_members
+        ),
         section("Loss", losses),
         section("Loss over FLOPs", over_flops),
         section("Loss over time", paragraph("Without evaluations and saves."), over_time),
-        section("Numbers", table(numbers[0], numbers[1:], "named")),
+        section("Numbers", *_unshared(numbers, "All runs")),
         section("Different settings", differing),
         section("Speed", speeds),
     ]
@@ -303,10 +308,9 @@ def render_comparison(
     return page(title, "Comparison", lead, [], sections, "Written by 'pretrain report'.")
 
 
-def _members(rows: Sequence[Sequence[str]]) -> str:
-    (heads, *shown), shared = without_shared(rows)
-    words = [paragraph(f"{line}.") for line in (shared, NOTE.format(rows[1][0]))]
-    return section("Members", words[0], table(heads, shown, "named"), words[1])
+def _unshared(rows: Sequence[Sequence[str]], of: str) -> list[str]:
+    (heads, *shown), shared = without_shared(rows, of)
+    return [*(paragraph(f"{line}.") for line in shared), table(heads, shown, "named")]
 
 
 def _numbers(history: History) -> dict[str, str]:

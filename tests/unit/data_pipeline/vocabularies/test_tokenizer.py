@@ -408,7 +408,7 @@ def test_a_model_beside_a_tokenizer_of_bytes_is_refused_and_saving_removes_it(to
 def test_a_vocabulary_too_large_for_the_text_is_rejected_with_the_size_that_fits():
     with pytest.raises(ConfigError, match="vocab_size=30000") as caught:
         train_tokenizer("unigram", 30000, texts_for_training())
-    fitting = int(str(caught.value).split("at most ")[1].split(",")[0])
+    fitting = int(str(caught.value).split("set it to ")[1].split(",")[0])
     assert train_tokenizer("unigram", fitting, texts_for_training()).vocab_size == fitting
     for kind, size, texts in (("unigram", 320, ["abc"]), ("bpe", 30000, texts_for_training())):
         with pytest.raises(ConfigError, match=f"vocab_size={size}"):

@@ -33,8 +33,8 @@ def test_differences_are_from_the_baseline_that_a_comparison_names():
 
 def test_what_all_rows_share_leaves_the_table():
     rows = [["member", "n", "loss", "needle"], ["a", "3", "2.0", "-"], ["b", "3", "2.1", "-"]]
-    shown, words = without_shared(rows)
-    assert (shown[1], words) == (["a", "2.0"], "All members: n: 3")
+    shown, words = without_shared(rows, "All")
+    assert (shown[1], words) == (["a", "2.0"], ["All: n: 3"])
 
 
 @pytest.mark.parametrize(
