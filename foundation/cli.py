@@ -64,6 +64,7 @@ class Program:
     purpose: str
     commands: Mapping[str, tuple[str, str]]  # name -> (target, what it does)
     libraries: tuple[str, ...] = ()  # `--version` shows their versions, too
+    other_names: tuple[tuple[str, str], ...] = ()  # guesses, and the commands that they mean
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run one command of the command line and return its exit status."""
@@ -107,8 +108,11 @@ class Program:
             print("\n".join(self.candidates([*line.split()[1:], *line[-1:].split(" ")[1:]])))
             return 0
         if name not in self.commands:
+            near = difflib.get_close_matches(name, self.commands, n=1)
+            meant = dict(self.other_names).get(name) or "".join(f"{self.name} {x}" for x in near)
+            hint = f"did you mean '{meant}'? or" if meant else "expected"
             known = ", ".join(self.commands)
-            raise UserError(f"unknown command '{self.name} {name}'; expected one of: {known}")
+            raise UserError(f"unknown command '{self.name} {name}'; {hint} one of: {known}")
         command = self.command(name)
         if isinstance(command, Program):
             return command.dispatch(rest)

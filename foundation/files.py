@@ -7,6 +7,7 @@ and `move`. With `sync`, each puts first contents on disk, then names, and then 
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -399,8 +400,9 @@ def _skip_hole(file: BinaryIO) -> None:
             file.seek(0, os.SEEK_END)
 
 
-def warn_of_lines(logger: logging.Logger, path: Path, what: str, numbers: Sequence[int]) -> None:
-    """Warn that lines were skipped because they are not `what`; name the first of `numbers`."""
+@functools.cache
+def warn_of_lines(logger: logging.Logger, path: Path, what: str, *numbers: int) -> None:
+    """Warn once that lines were skipped, as they are not `what`; name the first of `numbers`."""
     if numbers:
         shown = [*map(str, numbers[:9]), *([f"{len(numbers) - 9} more"] if numbers[9:] else [])]
         logger.warning("%s: skipped what is not %s in line %s", path, what, ", ".join(shown))

@@ -262,7 +262,7 @@ def suggestion(schema: Any, root: Any, where: Sequence[str], name: str) -> str:
     close = difflib.get_close_matches(name, nested, n=1, cutoff=0.8)
     if close and not difflib.get_close_matches(name, own):
         return f"; did you mean {nested[close[0]]!r}?"
-    return did_you_mean(name, own)
+    return did_you_mean(name, own).replace(" mean '", f" mean '{'.'.join((*where, ''))}")
 
 
 def other_name(schema: Any, name: str) -> str:

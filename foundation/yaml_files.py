@@ -111,7 +111,7 @@ def _read_text(path: Path, extended_by: tuple[Path, ...]) -> str:
         return read_regular(path, LARGEST_YAML_BYTES).decode()
     except FileNotFoundError:
         parent = find_config(path.parent)
-        names = [item.name for item in parent.glob("*.y*ml")] if parent.is_dir() else []
+        names = [item.name for item in parent.glob("[!.]*.y*ml")] if parent.is_dir() else []
         hint = did_you_mean(path.name, names)
         raise ConfigError(f"{path}{wanted_by} does not exist{hint}") from None
     except IsADirectoryError:

@@ -33,8 +33,9 @@ COMMANDS = targets("launcher.commands.", SUMMARIES) | {
         "explain a cluster file's settings: default, values, meaning",
     ),
 }
+OTHER_NAMES = (("stop", "launcher signal RUN stop"), ("branch", "pretrain branch"))
 PROGRAM = Program(
-    "launcher", "Keep pretraining runs going.", COMMANDS, libraries=("torch", "deepspeed")
+    "launcher", "Keep pretraining runs going.", COMMANDS, ("torch", "deepspeed"), OTHER_NAMES
 )
 
 

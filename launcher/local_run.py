@@ -41,10 +41,7 @@ def train_here(
     refuse_foreign_run(run_dir.path)
     # Before any rank starts: a refused run must leave no failed attempt in the ledger.
     if is_done_already(run_dir, with_absolute_paths(config), from_step, overrides):
-        _log.info(
-            "%s is done; to train further, give it more optim.steps; for another run, name=NEW",
-            run_dir.path,
-        )
+        _log.info("%s is done; give it more optim.steps, or name=NEW for another run", run_dir.path)
         return 0
     # ConfigError for a corpus that is absent, again before any rank starts.
     known = with_vocabulary(config)

@@ -44,9 +44,9 @@ def _table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
 
 
-def runs_table(states: Sequence[RunState]) -> Group:
-    """Return a row per run, named by its path under the common parent of all runs; the reasons for
-    their states are below the table."""
+def runs_table(states: Sequence[RunState], folder: str | os.PathLike[str] = "/") -> Group:
+    """Return a row per run, named by its path under `folder`, if all are there, or their common
+    parent; the reasons for their states are below the table."""
     table, reasons = _table(), []
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
@@ -54,6 +54,8 @@ def runs_table(states: Sequence[RunState]) -> Group:
         table.add_column(head, justify="right", no_wrap=True)
     paths = [os.path.abspath(state.path) for state in states]
     parent = os.path.commonpath(map(os.path.dirname, paths))
+    if folder != "/" and os.path.commonpath([parent, top := os.path.abspath(folder)]) == top:
+        parent = top
     for path, state in zip(paths, states, strict=True):
         name = Text(printable(os.path.relpath(path, parent)))
         table.add_row(

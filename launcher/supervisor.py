@@ -276,10 +276,9 @@ def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
 def is_done_already(
     run_dir: RunDir, config: RunConfig, from_step: int | None = None, overrides: Sequence[str] = ()
 ) -> bool:
-    """Return whether the directory holds this run, complete. Raises ConfigError for another run,
-    and if the learning rate rises steeply and the overrides in `config` do not say so.
+    """Return whether the directory holds this run, complete. Raises ConfigError for another run.
 
-    False with `from_step`, from which the run trains again.
+    `overrides` are already in `config`. False with `from_step`, from which the run trains again.
     """
     if not run_dir.exists():
         run_dir.refuse_other_files()

@@ -33,6 +33,7 @@ PROGRAM = Program(
     "Train models with recurrent memory, whose state is carried and resumed exactly.",
     COMMANDS,
     libraries=("torch", "deepspeed"),
+    other_names=(("sample", "pretrain generate"), ("resume", "launcher resume")),
 )
 main = PROGRAM.main
 

@@ -129,4 +129,6 @@ def _send(run_dir: RunDir, holder: Lock, number: int) -> None:
 
 
 def _way_back(state: RunState) -> str:
+    if not state.job and not RunDir(run_path(state.path)).exists():
+        return "it had not begun: the same command starts it"
     return f"'launcher resume {state.path}' continues from step {state.checkpoint or 0:,} or later"

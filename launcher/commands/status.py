@@ -32,5 +32,5 @@ def run(arguments: argparse.Namespace) -> int:
             print(json_text(state.tree))
     else:
         is_alone = runs and len(states) == 1
-        console().print(one_run(states[0]) if is_alone else runs_table(states))
+        console().print(one_run(states[0]) if is_alone else runs_table(states, arguments.runs_dir))
     return 0

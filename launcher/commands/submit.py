@@ -69,10 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     notes = missing_notes(config)
     notes += check_run(known, job.cluster, job.nodes, path, is_dry_run=is_dry_run)
     if is_done_already(RunDir(path), config, arguments.from_step, arguments.overrides):
-        raise ConfigError(
-            f"{path} is done after step {config.optim.steps:,}; to train further, submit it with "
-            "more optim.steps; for another run, give name=NEW or --run-dir DIR"
-        )
+        done = f"{path} is done after step {config.optim.steps:,}"
+        raise ConfigError(f"{done}; give it more optim.steps, or name=NEW for another run")
     if is_dry_run:
         print(render(job), end="")
         if job.cluster.container_image:  # the batch script does not show it

@@ -92,7 +92,8 @@ def _uses(step: int, usable: Sequence[int]) -> list[str]:
     """Return what a checkpoint can be used for, given the steps that count."""
     if step not in usable:
         return []
-    return ["resume"] * (step == usable[-1]) + ["evaluate", "export", "generate"]
+    resume = "resume" if step == usable[-1] else f"resume --from-step {step}"
+    return [resume, "branch", "evaluate", "export", "generate"]
 
 
 def _none_in(run_dir: RunDir) -> str:

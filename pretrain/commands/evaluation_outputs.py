@@ -88,7 +88,7 @@ def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput
         return None
     if world.world_size > 1:
         raise ConfigError("one rank makes a curve of checkpoints; start it without a launcher")
-    run_dir = RunDir.open(named[0].run)
+    run_dir = RunDir(named[0].run) if arguments.follow else RunDir.open(named[0].run)
     for step in unscored_steps(run_dir) if arguments.follow else steps:
         path = Path(f"{run_dir.path}@{step}")
         try:

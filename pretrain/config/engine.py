@@ -29,7 +29,7 @@ class EngineConfig:
     """How the model is sharded over the ranks and computed. Changes results by rounding at most."""
 
     kind: EngineKind = "deepspeed"
-    """What runs the updates; torch is for one device."""
+    """What runs the updates; torch: with the whole model and optimizer on every rank."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """Shard optimizer state (1), also gradients (2), also weights (3); 0 or torch: nothing."""
     precision: PrecisionSetting = "auto"
@@ -52,6 +52,10 @@ class EngineConfig:
     """Longest step, evaluation or save; then a rank writes its stacks and exits; 0: no limit."""
     deepspeed_extra: dict[str, Any] = field(default_factory=dict)
     """Merged into DeepSpeed's settings last; may not contradict a derived key."""
+
+    @property
+    def sharding(self) -> str:
+        return f"ZeRO-{self.zero_stage}" if self.kind == "deepspeed" else "plain torch"
 
     def __post_init__(self) -> None:
         check_ranges("engine.", self)

@@ -38,6 +38,11 @@ OTHER_NAMES = {
         ("gradientcheckpointing", "recompute", "remat"), "engine.activation_checkpointing"
     ),
     **dict.fromkeys(("saveinterval", "savesteps", "ckptinterval"), "checkpoint.interval"),
+    "every": "interval, in checkpoint, evaluation and metrics",
     **dict.fromkeys(("evalinterval", "evalsteps"), "evaluation.interval"),
+    **dict.fromkeys(("outputdir", "outdir", "rundir"), "--run-dir of 'launcher local'"),
+    **dict.fromkeys(("train", "training", "trainer"), "data (batches) and optim (steps, rate)"),
+    "wandb": "metrics.wandb_project",
+    **dict.fromkeys(("device", "gpus", "ddp", "nproc"), "launcher local --ranks N; GPUs if any"),
     **dict.fromkeys(("resume", "resumefromcheckpoint", "load", "ckpt"), _NOTHING),
 }

@@ -26,17 +26,15 @@ def unscored_steps(run_dir: RunDir, seconds: float = POLL_SECONDS) -> Iterator[i
     """Yield the step of each checkpoint that is newer than its line, or has none, until the run
     has ended."""
     while True:
+        if not any(lock.is_held for lock in run_dir.locks()):  # else it may be starting
+            RunDir.open(run_dir.path)
         ledger = run_dir.ledger.history()
         has_ended, history = any(map(is_finished, ledger)), attempt_history(ledger)
         scored = {line["step"]: line["time"] for line in run_dir.read_evaluations()}
         steps = steps_that_count(root := run_dir.checkpoints)
         saved = [read_index(step_directory(root, step)) for step in steps]
-        new = [
-            own.step
-            for own in saved  # that the run has not gone back behind
-            if scored.get(own.step, 0.0) < own.directory.stat().st_mtime
-            and history.stands(own.step, own.attempt)
-        ]
+        saved = [own for own in saved if history.stands(own.step, own.attempt)]
+        new = [x.step for x in saved if scored.get(x.step, 0.0) < x.directory.stat().st_mtime]
         yield from new
         if has_ended and not new:
             return

@@ -176,7 +176,7 @@ def setup_of(config: RunConfig) -> str:
         f"{model_in_words(config)}; width {model.d_model}, "
         f"{value_text(model.memory_length)} tokens of memory; "
         f"{data.lanes} lanes in segments of {data.segment_length}; "
-        f"ZeRO-{engine.zero_stage} in {engine.precision}"
+        f"{engine.sharding} in {engine.precision}"
     )
 
 

@@ -11,15 +11,12 @@ from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import OF_RATE, RunConfig, why_fixed
 from pretrain.optim.schedule import learning_rate_at
 
+Names = Sequence[str] | None  # of settings, or None
 LARGEST_RISE = 1.2  # factor of the learning rate that a change of steps alone may bring
 
 
 def refused_changes(
-    before: RunConfig,
-    after: RunConfig,
-    step: int,
-    held: RunConfig,
-    given: Sequence[str] | None = None,
+    before: RunConfig, after: RunConfig, step: int, held: RunConfig, given: Names = None
 ) -> dict[str, str]:
     """Return the settings that a run may not change after `step` updates: `old -> new (why)`.
 

@@ -149,8 +149,7 @@ def setting_changes(ledger: Sequence[Event]) -> list[SettingChange]:
         for c in reversed(replaced):  # ends with what held at the step
             pairs[c.setting] = (c.old, pairs.get(c.setting, (c.old, c.new))[1])
         changes = [change for change in changes if change not in replaced]
-        pairs = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
-        changes += [SettingChange(event.step, key, *pair) for key, pair in pairs.items()]
+        changes += [SettingChange(event.step, k, *p) for k, p in pairs.items() if p[0] != p[1]]
     return changes
 
 

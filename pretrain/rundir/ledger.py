@@ -100,7 +100,7 @@ class Ledger:
                 events.append(from_tree(EVENTS[tree.pop("event")], {**tree, "time": when}))
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 unusable.append(number)
-        warn_of_lines(logger, self.path, "an event", unusable)
+        warn_of_lines(logger, self.path, "an event", *unusable)
         self._was_there |= bool(events)
         return events
 

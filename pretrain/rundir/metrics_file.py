@@ -80,10 +80,8 @@ def _is_measured(name: str, value: Any) -> bool:
         return isinstance(value, dict) and all(
             _is_measured("seconds", seconds) for seconds in value.values()
         )
-    if name == PARTS:
-        return is_parts(value)
-    if name == "attempt":  # that saved the checkpoint which another job has scored
-        return isinstance(value, str)
+    if name in (PARTS, "attempt"):
+        return is_parts(value) if name == PARTS else isinstance(value, str)
     if type(value) in (float, int, bool):
         least, most = (0.0, _LARGEST[name]) if name in _LARGEST else _ANY_NUMBER
         return least <= value <= most
@@ -160,7 +158,7 @@ def _read(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         if measurement is None and is_whole and line.strip():
             damaged.append(number)
         yield line, measurement
-    warn_of_lines(logger, path, "a measurement", damaged)
+    warn_of_lines(logger, path, "a measurement", *damaged)
 
 
 @dataclass(kw_only=True)

@@ -111,17 +111,9 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDir:
-        """Create the directory of a new run.
-
-        ConfigError if it contains a run or anything else already.
-        """
+        """Create the directory of a new run; ConfigError if it contains anything else already."""
         run_dir = cls(path)
-        if run_dir.exists():
-            name = run_dir.identity.name
-            raise ConfigError(
-                f"{path} already holds the run {name!r}; "
-                "choose another run directory or resume that run"
-            )
+        assert not run_dir.exists(), path
         run_dir.refuse_other_files()
         make_run_directory(run_dir.path)
         for directory in (run_dir.checkpoints, run_dir.logs):
@@ -227,18 +219,14 @@ class RunDir:
 
     def ask_to_resume_from(self, step: int) -> None:
         """Record that a user gives up what the run has published after `step`."""
-        if step < 0:
-            raise ConfigError(f"found --from-step {step}, expected a step from 0 on")
         if not self.exists():
             raise ConfigError(f"{self.path} holds no run yet; start it without --from-step")
-        past, steps = self.past(), steps_that_count(self.checkpoints)
-        is_elsewhere = past.stores or self.config.checkpoint.local
-        if steps and step and step not in (*steps, *past.saved) and not is_elsewhere:
-            near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
-            raise ConfigError(
-                f"{self.path} has no checkpoint of step {step}; "
-                f"give --from-step {' or '.join(map(str, near))}"
-            )
+        past, steps = self.past(), [0, *steps_that_count(self.checkpoints)]
+        is_elsewhere = step > 0 and (past.stores or self.config.checkpoint.local)
+        if step not in (*steps, *past.saved) and not is_elsewhere:
+            near = sorted(steps, key=lambda other: abs(other - step))[:2]
+            advice = f"give --from-step {' or '.join(map(str, sorted(near)))}"
+            raise ConfigError(f"{self.path} has no checkpoint of step {step}; {advice}")
         self.ledger.append(ResumeFrom(step=step))
 
     def sign_forecast(self, card: Path, config: RunConfig) -> None:
@@ -260,8 +248,8 @@ class RunDir:
         return list(read_measurements(self.metrics))
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """Return what other jobs measured of kept checkpoints: the latest line of each step, unless
-        the run has gone back behind the checkpoint since."""
+        """Return what other jobs measured of kept checkpoints: the latest line of each step that
+        the run has not gone back behind since."""
         stands, lines = attempt_history(self.ledger.read()).stands, {}
         for line in read_measurements(self.evaluations):  # earlier versions wrote no attempt
             if "attempt" not in line or stands(line["step"], line["attempt"]):
@@ -312,14 +300,8 @@ class RunDir:
             step = latest_step(self.checkpoints) if asked is None else asked
         held = self.settings_at(max(0, step - 1))
         if refused := refused_changes(self.config, config, step, held, given):
-            name = self.identity.name
-            whose = (
-                f"another run, {name!r} (not {config.name!r})"
-                if name != config.name
-                else f"the run {name!r}"
-            )
             raise ConfigError(
-                f"{self.path} holds {whose} with other settings:\n  "
+                f"{self.path} holds the run {self.identity.name!r} with other settings:\n  "
                 + "\n  ".join(f"{key}: {change}" for key, change in refused.items())
                 + "\nuse its settings to resume it; for another run: "
                 f"pretrain branch {self.path}@last NEW, or name=NEW for 'launcher local'"

@@ -30,10 +30,9 @@ def checked_data(run_dir: RunDir, config: RunConfig) -> dict[str, Any]:
     for event in find_events(run_dir.ledger.read(), TrainingBegan, Branched):
         # No set can have the name "" or "/".
         before |= {"": event.tokenizer, "/": event.validation, **event.sets}
-    validated = f"the validation split of {path_text(config.data.path)}"
     for key, split, own in (
         ("", f"tokenizer {directory / TOKENIZER_DIRECTORY}", tokenizer),
-        ("/", validated, validation),
+        ("/", f"the validation split of {path_text(config.data.path)}", validation),
         *((name, f"evaluation.sets.{name}", digest) for name, digest in sets.items()),
     ):
         if before.get(key, "") not in ("", own):

@@ -1,19 +1,21 @@
 """Losses of several corpora while a run trains: in its metrics and in whatever shows them."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
 from data_pipeline.config import MixturePart
 from data_pipeline.corpora.manifest import read_manifest
-from foundation.errors import DataError
+from foundation.errors import ConfigError, DataError
 from pretrain.cli import main
 from pretrain.config.evaluation_sets import check_same_sets, evaluation_sets
 from pretrain.config.run import DataConfig, EvaluationConfig, RunConfig
+from pretrain.evaluation.checkpoint_curve import unscored_steps
 from pretrain.reporting.run_history import read_history
 from pretrain.rundir.compare_runs import differing_losses
-from pretrain.rundir.events import TrainingBegan
+from pretrain.rundir.events import Outcome, TrainingBegan, TrainingEnded
 from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.corpora import make_tiny_corpus
@@ -181,6 +183,18 @@ def test_kept_checkpoints_are_scored_by_another_job(places, tmp_path, capsys):
     assert "after step 2" in capsys.readouterr().out
     assert main(["evaluate", f"{run}@3"]) == 2
     assert "name one of its steps: 2, 4" in capsys.readouterr().err
+
+
+def test_a_watcher_waits_for_a_run_that_is_starting(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds no run"):
+        next(unscored_steps(run_dir))
+    with run_dir.locked(), ThreadPoolExecutor() as pool:
+        steps = pool.submit(list, unscored_steps(run_dir, 0.01))
+        assert wait([steps], 0.1).not_done
+        RunDir.create(run_dir.path, RunConfig())
+        run_dir.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=4))
+        assert steps.result() == []
 
 
 def test_a_resume_may_add_and_remove_sets_but_not_change_a_sets_text(places, resumed, capsys):

@@ -51,7 +51,8 @@ def test_the_settings_page_is_what_its_command_writes():
         ({"weight_decay": 0.1}, "'optim.weight_decay'"),
         ({"schedule": "cosine"}, "'optim.schedule'"),
         ({"optim": {"schedule": 3}}, "shape, warmup_steps"),
-        ({"model": {"num_hed": 2}}, "'num_heads'"),
+        ({"model": {"num_hed": 2}}, "'model.num_heads'"),
+        ({"checkpoint": {"every": 2}}, "here it is interval, in checkpoint"),
         ({"optim": {"lanes": 8}}, "'data.lanes' or 'evaluation.lanes'"),
         ({"interval": 8}, "'checkpoint.interval' or 'evaluation.interval' or 'metrics.interval'"),
     ],
@@ -121,6 +122,6 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         out = capsys.readouterr().out
         assert expected in out
         assert max(map(len, out.splitlines())) <= 80
-    for wrong, hint in (("optm", "'optim'"), ("model.num_layrs", "'num_layers'")):
+    for wrong, hint in (("optm", "'optim'"), ("model.num_layrs", "'model.num_layers'")):
         assert pretrain(["settings", wrong]) == 2
         assert hint in capsys.readouterr().err

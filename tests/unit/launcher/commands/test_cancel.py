@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
+from launcher.commands.cancel import _way_back
+from launcher.run_state import RunState
+from launcher.run_status import State
 from launcher.slurm.sbatch import Snapshot, is_script_of, render
 from pretrain.config.cluster import ClusterConfig
 from pretrain.config.run import RunConfig
@@ -171,6 +174,13 @@ def test_a_run_of_another_host_is_cancelled_there(run_dir, capsys):
     (run_dir.path / "launcher.lock").write_text(json.dumps(names))
     assert main(["cancel", str(run_dir.path)]) == 2
     assert "process 17 on n3" in capsys.readouterr().err
+
+
+def test_a_run_that_had_not_begun_is_started_again_not_resumed(tmp_path):
+    state = RunState(name="new", path=str(tmp_path / "new"), state=State.RUNNING)
+    assert _way_back(state) == "it had not begun: the same command starts it"
+    RunDir.create(tmp_path / "new", RunConfig())
+    assert "launcher resume" in _way_back(state)
 
 
 def test_a_finished_run_is_not_resumed(run_dir, capsys):

@@ -16,13 +16,16 @@ SUBMIT = ["submit", "x.yaml", *CLUSTER]
     ("words", "culprit"),
     [
         (["locla"], "local, status"),
+        (["stop"], "did you mean 'launcher signal RUN stop'? or one of: local"),
+        (["statsu"], "did you mean 'launcher status'?"),
         (["local", "nowhere.yaml"], "nowhere.yaml"),
+        (["local", "y.yaml"], "did you mean 'x.yaml'?"),
         (["local", "x.yaml", "data.path=nowhere", "model.vocab_size=0"], "no corpus at "),
         (["local", "x.yaml", "--ranks=3"], "data.lanes=8"),
         (["local", "x.yaml", "--ranks=0"], "--ranks=0"),
-        (["local", "x.yaml", "optim.stps=3"], "'steps'"),
+        (["local", "x.yaml", "optim.stps=3"], "'optim.steps'"),
         (["local", "x.yaml", "--run-dir=x.yaml"], "x.yaml"),
-        (["local", "x.yaml", "--run-dir=."], "(cluster.yaml, runs,"),
+        (["local", "x.yaml", "--run-dir=."], "cluster.yaml, runs,"),
         ([*SUBMIT, "--nodes=3"], "6 ranks"),
         ([*SUBMIT, "--nodes=many"], "--nodes=many"),
         ([*SUBMIT, "--run-dir=/runs/not-utf-8-\udcff"], "not UTF-8"),
@@ -51,6 +54,7 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "x.yaml").write_text("model: {vocab_size: 300}\ndata: {lanes: 8}\n")
     (tmp_path / "cluster.yaml").write_text("ranks_per_node: 2\n")
+    (tmp_path / ".y.yaml").touch()
     run_dir = RunDir.create(tmp_path / "runs" / "x", load_config(RunConfig, tmp_path / "x.yaml"))
     attempt = AttemptFiles(run_dir.logs, 10)
     attempt.create()

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -43,6 +44,11 @@ def test_all_runs_are_found_those_of_sweeps_too(runs, capsys, monkeypatch):
     assert main(["status"]) == 0
     output = capsys.readouterr().out
     assert [line.split()[0] for line in output.splitlines()[1:3]] == ["alone", "sweep/cell"]
+    shutil.rmtree(runs / "alone")
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "sweep/cell", (
+        "as a command takes it"
+    )
 
 
 def test_the_status_of_512_nodes_takes_a_file_of_each(runs, capsys, monkeypatch):

@@ -244,7 +244,7 @@ CELL = "{name: a, experiment: tiny.yaml}"
     [
         ("experiment: tiny.yaml\ngrid: {seed: 1}", "grid.seed is 1; expected a list"),
         ("experiment: tiny.yaml\ngrid: {seed: [1]}\ncells: []", "has no cells beside it"),
-        ("experiment: tiny.yaml\ngrid: {optim.stps: [1]}", "did you mean 'steps'"),
+        ("experiment: tiny.yaml\ngrid: {optim.stps: [1]}", "did you mean 'optim.steps'"),
         ("experiment: e.yaml\ngrid: {seed: [1]}\noverrides: []", "overrides: unknown setting"),
         ("cells: {a: {experiment: e.yaml}}", "expected a grid, such as"),
         ("cells: [{name: ../a, experiment: tiny.yaml}]", "expected 1 to 100 letters"),

@@ -84,6 +84,11 @@ def test_time_follows_from_the_peak_of_the_precision(capsys, gpu, precision, pea
     assert f": 1 rank ({gpu})" in said.splitlines()[0]
 
 
+def test_plain_torch_shards_nothing(capsys):
+    said = said_of(capsys, str(MODELS / "xl_modern_10m.yaml"), "engine.kind=torch")
+    assert "plain torch, " in said.splitlines()[0]
+
+
 @pytest.mark.parametrize(
     "hardware",
     [["--cluster", str(MODELS.parent / "clusters" / "8xh100.yaml")], ["--gpu", "A100"]],

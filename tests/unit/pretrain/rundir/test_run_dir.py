@@ -93,8 +93,6 @@ def test_a_new_directory_holds_identity_and_resolved_settings_and_is_opened_agai
     assert opened.config == RUN
     assert opened.identity == created.identity
     assert opened.identity.name == "first"
-    with pytest.raises(ConfigError, match="'first'"):
-        RunDir.create(tmp_path / "deep/run", RUN)
 
 
 def test_a_run_that_was_killed_while_its_directory_was_made_starts_again(tmp_path):
