@@ -39,6 +39,7 @@ from pretrain.scaling.table import csv_rows
 from pretrain.terminal.text import counted, fitted_table, flops_text
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 CURVE_POINTS = 60  # at which the parabola is drawn
@@ -140,9 +141,8 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
         caption = f"Difference from {base.member}, paired by seed, with 95% intervals over seeds"
         figures["differences"] = (partial(member_differences, numbers), caption)
     if base.probed("position"):
-        probed = [base, *(one for one in results if one is not base and one.probed("position"))]
         caption = f"Loss by position in the document, minus that of {base.member}"
-        figures["positions"] = (partial(position_chart, probed), caption)
+        figures["positions"] = (partial(position_chart, results, base), caption)
     heads, *cells = table = variant_table(numbers)
     tex = [[*heads[:6], "parameters / tokens"], *([*c[:6], f"{c[-2]} / {c[-1]}"] for c in cells)]
     shown, shared = without_shared(table, "All members")
@@ -152,41 +152,46 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
 
 def member_losses(results: Sequence[MemberResult]) -> Figure:
     """Draw the losses of every member's seeds, and their mean."""
-    figure, axes = canvas(0.8 + 0.4 * len(results), LOSS, "")
-    for index, (result, color) in enumerate(zip(results, spread_colors(len(results)), strict=True)):
+    figure, axes, colors = _rows_of_members([result.member for result in results], LOSS)
+    for index, (result, color) in enumerate(zip(results, colors, strict=True)):
         losses, style = list(result.seeds.losses.values()), {"color": color, "markersize": 5}
         axes.plot(losses, [index] * len(losses), "o", label=result.member, **style)
         style = {"color": INK, "markersize": 14, "label": f"{result.member}, mean"}
         axes.plot([result.loss], [index], "|", **style)
-    axes.set_yticks(range(len(results)), [result.member for result in results])
-    axes.invert_yaxis()
     plain_ticks(axes.xaxis)
     return figure
 
 
 def member_differences(numbers: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw each member's difference from the baseline, with its interval."""
-    figure, axes = canvas(0.8 + 0.4 * len(numbers), "difference of losses, nats per token", "")
-    for index, (row, color) in enumerate(zip(numbers, spread_colors(len(numbers)), strict=True)):
-        if row["interval_low"] is not None:
-            ends = row["interval_low"], row["interval_high"]
+    names = [row["member"] for row in numbers]
+    figure, axes, colors = _rows_of_members(names, "difference of losses (nats per token)")
+    for index, (row, color) in enumerate(zip(numbers, colors, strict=True)):
+        ends = row["interval_low"], row["interval_high"]
+        if row["difference"] is not None:
+            axes.plot([row["difference"]], [index], "o", color=color, label=row["member"])
+        if None not in ends:
             axes.plot(ends, [index] * 2, "|-", color=color, label=f"{row['member']}, interval")
-        axes.plot([row["difference"] or 0.0], [index], "o", color=color, label=row["member"])
     axes.axvline(0, color=FAINT, linewidth=1.0, label="_0")
-    axes.set_yticks(range(len(numbers)), [row["member"] for row in numbers])
-    axes.invert_yaxis()
     return figure
 
 
-def position_chart(results: Sequence[MemberResult]) -> Figure:
-    """Draw the loss of each bin of positions, minus the first member's."""
-    base = results[0].probed("position")
-    shown = [
-        first for first in base if all(first in result.probed("position") for result in results)
-    ]
-    label = f"loss minus that of {results[0].member}"
-    figure, axes = canvas(3.4, "position (tokens)", label)
-    for result, color in zip(results, spread_colors(len(results)), strict=True):
+def _rows_of_members(names: Sequence[str], label: str) -> tuple[Figure, Axes, list[str]]:
+    """Return a chart with a row for each member, and the members' colors."""
+    figure, axes = canvas(0.8 + 0.4 * len(names), label, "")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    return figure, axes, spread_colors(len(names))
+
+
+def position_chart(results: Sequence[MemberResult], baseline: MemberResult) -> Figure:
+    """Draw the loss of each bin of positions, minus the baseline's."""
+    base, colors = baseline.probed("position"), spread_colors(len(results))
+    drawn = zip(results, colors, strict=True)
+    probed = [(one, color) for one, color in drawn if one.probed("position")]
+    shown = [first for first in base if all(first in one.probed("position") for one, _ in probed)]
+    figure, axes = canvas(3.4, "position (tokens)", f"loss minus that of {baseline.member}")
+    for result, color in probed:
         values = [result.probed("position")[first] - base[first] for first in shown]
         axes.plot(range(len(shown)), values, "o-", color=color, markersize=3, label=result.member)
     axes.set_xticks(range(0, len(shown), 2), [str(first) for first in shown[::2]])

@@ -307,10 +307,7 @@ def _loss(history: History, axes: Axes) -> None:
 def _plot_by_text(
     history: History, axes: Axes, name: str, label: str, form: str, color: str
 ) -> np.ndarray:
-    """Draw a loss of the evaluations, a series for each text that they scored; return the losses.
-
-    Marks of other texts than that of the results are hollow.
-    """
+    """Draw a loss, a series for each text, hollow for others than the results'; return them."""
     drawn = [np.empty(0)]
     for text, lines in history.evaluations_by_text.items():
         is_other = text != history.text
@@ -424,9 +421,8 @@ def _progress(history: History, axes: Axes) -> None:
 def _losses(runs: Sequence[Run], spent: Spent, axes: Axes) -> None:
     """Draw smoothed losses over what was spent, and validation losses as dots, a color per member.
 
-    Several seeds of a member are drawn as the means of what they had spent and of their losses
-    after each step that all have made, in a band from the lowest loss to the highest. There are no
-    dots if the runs were scored on different texts.
+    Several seeds of a member are drawn as their means after equal steps, in a band from the lowest
+    loss to the highest. There are no dots if the runs were scored on different texts.
     """
     has_dots = len({history.text for history, _ in runs}) == 1
     for name, color, histories in _members(runs):

@@ -64,7 +64,7 @@ def beside(members: Sequence[Member], baseline: str = "") -> list[dict[str, Any]
         text, loss = member.text(min(member.losses)), member.loss
         row = {"member": member.name, "n": len(member.losses), "loss": loss, "standard_error": None}
         row |= {"difference": None, "unclear": "", "interval_low": None, "interval_high": None}
-        row |= {"scored_tokens": text.tokens, "scored_documents": text.documents}
+        row |= {"scored_tokens": text.tokens or None, "scored_documents": text.documents}
         if math.isnan(loss):
             row |= {"loss": None, "scored_tokens": None}
         elif errors := _half_interval(list(member.losses.values())):

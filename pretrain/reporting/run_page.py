@@ -298,9 +298,9 @@ def render_comparison(
         section("Speed", speeds),
     ]
     texts = {history.text: history.results.validation_text for history in histories}
-    dots = f"dots are validation losses on {next(iter(texts.values()))}"
-    dots = dots if len(texts) == 1 else "validated on different texts, so there are no dots"
-    lead = f"{len(histories)} runs over the tokens they have read; {dots}."
+    dots = [f"dots are validation losses on {text}" for text in texts.values()]
+    dots = dots if len(dots) == 1 else ["validated on different texts, so without dots"]
+    lead = f"{len(histories)} runs over the tokens they have read; {dots[0]}."
     lead += " Lines are means over seeds, bands their range." if of_members else ""
     words = {model_in_words(history.config) for history in histories}
     lead += f" {words.pop()}." if len(words) == 1 else ""
