@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from foundation.errors import UserError
+from foundation.errors import ConfigError, UserError
 from foundation.typed_values import to_tree
 from pretrain.checkpoint import retention
 from pretrain.checkpoint.disk import Disk
@@ -294,12 +294,12 @@ class Checkpointer:
         tensors = load_memory(checkpoint, lanes) if lanes_before == lanes_now else None
         if tensors is None:
             return [None] * num_slots
-        memory = self._memory_layout.of_named(tensors, len(lanes))
-        if memory is None:
-            raise CheckpointError(
-                f"{checkpoint.directory}: found memories of other shapes than the model's; "
-                "remove this checkpoint"
-            )
+        try:
+            memory = self._memory_layout.of_named(tensors, len(lanes))
+        except ConfigError as error:
+            kinds = [mixer.distribution or mixer.kind for mixer in self._run.model.mixers_used]
+            advice = f"restore the versions of {', '.join(kinds)} that the ledger has"
+            raise CheckpointError(f"{checkpoint.directory}: {error}; {advice}") from error
         # The run may resume with another precision than it was saved with.
         dtype = next(engine.module.parameters()).dtype
         home = torch.device("cpu") if self._run.engine.offload_memories else self._world.device

@@ -166,7 +166,7 @@ def kinds_here() -> list[str]:
 
 @functools.cache
 def mixer_facts(kind: str) -> Mixer:
-    """Return the facts of a kind; ConfigError if nothing that is installed has that name."""
+    """Return the facts of a kind; ConfigError if it is not installed, or they are not complete."""
     package, distribution = f"pretrain.mixers.{kind}", ""
     if kind not in kinds_here():
         points = importlib.metadata.entry_points(group=ENTRY_POINTS)
@@ -174,13 +174,26 @@ def mixer_facts(kind: str) -> Mixer:
             known = ", ".join([*kinds_here(), *sorted(points.names)])
             raise ConfigError(
                 f"model.layer_kinds: unknown kind {shown(kind)}; expected one of {known}, or "
-                f"install the package that has it as entry point of {ENTRY_POINTS}"
+                f"install the package that has it, an identifier, as entry point of {ENTRY_POINTS}"
             )
         point = points[kind]
         package = point.value
         distribution = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
-    module = importlib.import_module(f"{package}.facts")
+    module = imported(f"{package}.facts")
     values = [value for value in vars(module).values() if isinstance(value, type)]
     own = [value for value in values if value.__module__ == module.__name__]
-    (facts,) = [value for value in own if issubclass(value, Mixer)]
-    return facts(kind, package, distribution)
+    if len(own := [value for value in own if issubclass(value, Mixer)]) != 1:
+        raise ConfigError(f"{module.__file__}: found {len(own)} classes of Mixer, expected one")
+    names = ["title", "module", "weights", "flops"]
+    names += ["kept"] if own[0].kept_bytes is Mixer.kept_bytes else []
+    if missing := [name for name in names if getattr(own[0], name, 0) is getattr(Mixer, name, 0)]:
+        raise ConfigError(f"{module.__file__}: {own[0].__name__} needs {', '.join(missing)}")
+    return own[0](kind, package, distribution)
+
+
+def imported(name: str) -> Any:
+    """Return a module of a kind of layer; ConfigError if its import fails."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # the code of others
+        raise ConfigError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error

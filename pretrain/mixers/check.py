@@ -8,34 +8,45 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from importlib.metadata import entry_points
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from foundation.errors import shown
+from foundation.errors import ConfigError
 from foundation.settings import parse_config
 from foundation.yaml_files import merge
 from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
+from pretrain.config.mixer import ENTRY_POINTS, Mixer, SegmentSize, mixer_facts
+from pretrain.config.model import ModelConfig, Precision
 from pretrain.config.run import DataConfig, RunConfig
 from pretrain.costs.device_memory import layer_bytes
 from pretrain.costs.flops import token_flops
 from pretrain.model.cached import new_stream
-from pretrain.model.memory import Memory, MemoryLayout, detached, selected_lanes
+from pretrain.model.memory import Memory, MemoryLayout, lane_count, selected_lanes
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 
-LANES, LONGEST, VOCABULARY = 3, 150, 32  # LONGEST: tokens of a lane's text at most
+LANES, SHORT, LONGEST, VOCABULARY = 5, 150, 400, 32  # tokens of a lane's text at most
 EXACT, ROUNDED = 1e-9, 0.1  # limits of differences; in bf16 relative to the mean size
+STEP, SLOPE = 1e-8, 1e-5  # of finite differences, and the limit of their relative difference
 LONG, LONG_SEGMENT = 100_000, 1000  # tokens
-FLOPS_LIMIT, BYTES_LIMIT = 0.01, 0.05  # relative differences
-
-
+# Relative to the mixer's own; in bf16, norms on a CPU keep float32.
+FLOPS_LIMIT, BYTES_LIMIT, ROUNDED_BYTES_LIMIT = 0.01, 0.05, 0.25
+DRAWN, DRAWS = ("d_model", "num_heads", "d_head"), 60  # draws until the facts accept one
+NOT_ISOLATED = (0.0, "not applicable: model.isolate_documents=false")
+# What FLOPs and bytes are counted for, the least d_model, and the precision of bytes. No number is
+# twice another, and numbers per head and token do not count.
+SIZES: tuple[tuple[SegmentSize, int, Precision], ...] = (
+    (SegmentSize(lanes=3, tokens=160, memory=160), 64, "fp32"),
+    (SegmentSize(lanes=2, tokens=160, memory=160, gradient_segments=2), 96, "bf16"),
+)
+Result = float | tuple[float, str]  # a difference, and what to say of it
 # What a check compares, the limit of the difference, and the function that measures it.
-Measure = tuple[str, float, "Callable[[Any], float | Compared]"]
+Measure = tuple[str, float, Callable[[Any], Result]]
 
 
 @dataclass(frozen=True)
@@ -55,56 +66,52 @@ class Check:
     @property
     def description(self) -> str:
         """What was compared, and the result."""
-        return f"{self.meaning}: {self.note or f'{self.found:.2g}, at most {self.limit:g}'}"
-
-
-class Compared(NamedTuple):
-    """A number by the facts and as counted; their difference is relative to `scale`."""
-
-    facts: float
-    counted: float
-    scale: float
-
-    @property
-    def difference(self) -> float:
-        return abs(self.counted - self.facts) / self.scale
+        return f"{self.meaning}: {self.note or f'{self.found:.3g}, at most {self.limit:g}'}"
 
 
 def check_mixer(kind: str, settings: Mapping[str, Any], seed: int = 0) -> list[Check]:
     """Return all checks of a kind with these settings of a model; ConfigError if they are wrong."""
+    if not mixer_facts(kind).distribution and kind in entry_points(group=ENTRY_POINTS).names:
+        raise ConfigError(f"{kind} is a kind of this project; rename the entry point {kind}")
     torch.manual_seed(seed)  # for the weights that the model draws
     numbers = torch.Generator().manual_seed(seed)
     return checked(CHECKS, Subject(_drawn_config(kind, settings, numbers), numbers))
 
 
 def checked(measures: Mapping[str, Measure], subject: Any) -> list[Check]:
-    """Return a check for each of the measures of the subject; an error is a failed check."""
+    """Return a check for each of the measures; after an error in the first, no others."""
     checks = []
     for name, (meaning, limit, measure) in measures.items():
         value, note = math.inf, ""
         try:
             result = measure(subject)
-            if isinstance(result, Compared):
-                value = result.difference
-                numbers = f"{result.facts:,.0f} by the facts, {result.counted:,.0f} counted"
-                note = f"{numbers} ({value:.2g}, at most {limit:g})"
-            else:
-                value = float(result)
+            value, note = result if isinstance(result, tuple) else (float(result), "")
+            note += f" ({value:.2g}, at most {limit:g})" if note and value else ""
         except Exception as error:  # the module may be unfinished
-            note = f"{type(error).__name__}: {shown(str(error))}"
+            note = f"{type(error).__name__}: {' '.join(str(error).split())}"
         checks.append(Check(name, meaning, value, limit, note))
+        if len(checks) == 1 and math.isinf(value):
+            break
     return checks
 
 
 def _drawn_config(kind: str, settings: Mapping[str, Any], numbers: torch.Generator) -> ModelConfig:
-    heads, half = (int(torch.randint(1, 4, (), generator=numbers)) for _ in range(2))
-    tree: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "num_layers": 2, "layer_kinds": [kind], "num_heads": heads,
-        "d_head": 2 * half, "d_model": 2 * heads * half, "d_inner": 8, "memory_length": LONGEST,
-        "isolate_documents": True, "norm_position": "pre",
-    }  # fmt: skip
-    merge(tree, dict(settings))
-    return parse_config(ModelConfig, tree, "check-mixer")
+    """Return a small model that the facts accept, with widths that grow with the draws."""
+    refused, given = None, settings.get("num_heads")
+    for draw in range(DRAWS):
+        heads, half = (int(torch.randint(1, 4, (), generator=numbers)) for _ in range(2))
+        heads, half = given if isinstance(given, int) else heads, half * (1 + draw // 6)
+        tree: dict[str, Any] = {
+            "vocab_size": VOCABULARY, "num_layers": 2, "layer_kinds": [kind], "num_heads": heads,
+            "d_head": 2 * half, "d_model": 2 * heads * half, "d_inner": 8, "feed_forward": "gelu",
+            "memory_length": LONGEST, "isolate_documents": True, "norm_position": "pre",
+        }  # fmt: skip
+        merge(tree, dict(settings))
+        try:
+            return parse_config(ModelConfig, tree, "check-mixer")
+        except ConfigError as error:
+            refused = error
+    raise ConfigError(f"{refused} (check-mixer draws {', '.join(DRAWN)} that are not set)")
 
 
 class Subject:
@@ -112,9 +119,10 @@ class Subject:
 
     def __init__(self, config: ModelConfig, numbers: torch.Generator) -> None:
         self.config, self._numbers = config, numbers
-        length = 75 + int(torch.randint(LONGEST - 75, (), generator=numbers))
+        length = 75 + int(torch.randint(SHORT - 75, (), generator=numbers))
         self.tokens_BT = torch.randint(VOCABULARY, (LANES, length), generator=numbers)
         self.starts_BT = torch.rand(LANES, length, generator=numbers) < 0.1
+        self.text = (self.tokens_BT, self.starts_BT)
         ends = sorted({1, length, *torch.randint(1, length, (5,), generator=numbers).tolist()})
         self.cuts = [end - before for before, end in zip([0, *ends], ends, strict=False)]
 
@@ -134,32 +142,30 @@ class Subject:
         load_parameters(model, dict(self.model.named_parameters()))
         return model
 
-    def layers_read(
+    def result(
         self,
         cuts: Sequence[int] = (),
         *,
         model: TransformerXL | None = None,
-        tokens_BT: Tensor | None = None,
-        starts_BT: Tensor | None = None,
-        memory: Memory | None = None,
-    ) -> tuple[Tensor, Memory]:
-        """Return the layers' output, read in segments of lengths `cuts`, and the last memory."""
-        tokens_BT = self.tokens_BT if tokens_BT is None else tokens_BT
-        starts_BT = self.starts_BT if starts_BT is None else starts_BT
-        parts, lengths = [], list(cuts) or [tokens_BT.shape[1]]
+        text: Sequence[Tensor] | None = None,
+        memory: Sequence[Tensor] | None = None,
+        gradient: bool = False,
+    ) -> list[Tensor]:
+        """Return the layers' output, read in segments of lengths `cuts`, and the parts after it."""
+        tokens_BT, starts_BT = text or self.text
+        model, outputs, lengths = model or self.model, [], list(cuts) or [tokens_BT.shape[1]]
         tokens, starts = tokens_BT.split(lengths, dim=1), starts_BT.split(lengths, dim=1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradient):
             for tokens_BL, starts_BL in zip(tokens, starts, strict=True):
-                hidden_BLD, memory, _ = (model or self.model).hidden_states(
-                    tokens_BL, memory, starts_BL
-                )
-                parts.append(hidden_BLD)
+                before = tuple(memory) if memory else None
+                hidden_BLD, memory, _ = model.hidden_states(tokens_BL, before, starts_BL)
+                outputs.append(hidden_BLD)
         assert memory is not None
-        return torch.cat(parts, dim=1), memory
+        return [torch.cat(outputs, dim=1), *memory]
 
     @cached_property
-    def whole(self) -> tuple[Tensor, Memory]:
-        return self.layers_read()
+    def whole(self) -> list[Tensor]:
+        return self.result()
 
 
 def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -167,108 +173,114 @@ def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     if [tensor.shape for tensor in found] != [tensor.shape for tensor in expected]:
         return math.inf
     pairs = zip(found, expected, strict=True)
-    return _largest((one.double() - other.double()).abs().max() for one, other in pairs)
+    return _largest((one - other).detach().double().abs().max() for one, other in pairs)
 
 
 def _largest(values: Iterable[Any]) -> float:
     """Return the largest number; NaN if there is one, which `max` may pass over."""
-    return float(torch.tensor([float(value) for value in values]).max())
+    return float(torch.tensor([0.0, *(float(value) for value in values)]).max())
 
 
 def _segments(subject: Subject) -> float:
-    hidden_BTD, memory = subject.whole
-    tokens, differences = subject.tokens_BT.shape[1], []
-    for cuts in (subject.cuts, [1] * 5 + [tokens - 5], [tokens - 1, 1]):
-        found_BTD, after = subject.layers_read(cuts)
-        differences.append(apart([found_BTD, *after], [hidden_BTD, *memory]))
-    return _largest(differences)
+    tokens = subject.tokens_BT.shape[1]
+    all_cuts = (subject.cuts, [1] * 5 + [tokens - 5], [tokens - 1, 1])
+    differences = [apart(subject.result(cuts), subject.whole) for cuts in all_cuts]
+    long = [rows.repeat(1, 6)[:, :LONGEST] for rows in subject.text]
+    at_once, parts = (subject.result(cuts, text=long) for cuts in ((), [50] * 8))
+    return _largest([*differences, apart(parts, at_once)])
+
+
+def _joined(subject: Subject) -> float:
+    """Read documents that are not isolated, and the same text as one document."""
+    *whole, _ = subject.result(text=(subject.tokens_BT, subject.starts_BT & False))
+    model, all_cuts = subject.other_model(isolate_documents=False), ((), subject.cuts)
+    # The last part has the numbers of documents.
+    return _largest(apart(subject.result(cuts, model=model)[:-1], whole) for cuts in all_cuts)
+
+
+def _modes(subject: Subject) -> float:
+    """Compare training with gradients, and evaluation, with training without gradients."""
+    cuts, expected = subject.cuts, subject.result(subject.cuts)
+    trained = subject.result(cuts, gradient=True)
+    evaluated = subject.result(cuts, model=subject.other_model().eval())
+    return _largest(apart(outputs, expected) for outputs in (trained, evaluated))
 
 
 def _gradients(subject: Subject) -> float:
-    count = subject.tokens_BT.shape[1] // 4 * 4
+    """Compare a derivative through four segments, in a random direction, with differences."""
+    count, model = subject.tokens_BT.shape[1] // 4 * 4, subject.other_model()
     inputs = subject.tokens_BT[:, :count], None, subject.starts_BT[:, :count]
-    gradients = []
-    for segments in (1, 4):
-        hidden_BTD, _, _ = subject.model.hidden_states(*inputs, num_segments=segments)
-        weight_BTD = torch.linspace(-1, 1, hidden_BTD.numel()).view_as(hidden_BTD).double()
-        parameters = [*subject.model.get_submodule("layers").parameters()]
-        # Parameters that the layers' output does not depend on have no gradient.
-        of_all = torch.autograd.grad((hidden_BTD * weight_BTD).sum(), parameters, allow_unused=True)
-        gradients.append([gradient for gradient in of_all if gradient is not None])
-    scale = max(float(gradient.abs().max()) for gradient in gradients[0])
-    return apart(gradients[1], gradients[0]) / scale
+    parameters = [*model.parameters()]
+
+    def result() -> Tensor:
+        hidden_BTD, _, _ = model.hidden_states(*inputs, num_segments=4)
+        return (torch.linspace(-1, 1, hidden_BTD.numel()).view_as(hidden_BTD) * hidden_BTD).sum()
+
+    # A parameter that nothing depends on, by autograd, has no gradient.
+    gradients = torch.autograd.grad(result(), parameters, allow_unused=True)
+    directions = [torch.randn_like(parameter) for parameter in parameters]
+    pairs = zip(gradients, directions, strict=True)
+    slopes = torch.cat([(g * along).flatten() for g, along in pairs if g is not None])
+    ends = []
+    with torch.no_grad():
+        for step in (STEP, -2 * STEP):
+            for parameter, along in zip(parameters, directions, strict=True):
+                parameter.add_(along, alpha=step)
+            ends.append(result())
+    return float(abs((ends[0] - ends[1]) / (2 * STEP) - slopes.sum()) / slopes.norm())
 
 
-def _isolation(subject: Subject) -> float:
+def _isolation(subject: Subject) -> Result:
+    if not subject.config.isolate_documents:
+        return NOT_ISOLATED
     documents_BT, differences = subject.starts_BT.cumsum(1), []
     is_other_BT = documents_BT != documents_BT[:1, -1:] // 2
     is_other_BT[1:] = True
     tokens_BT = subject.tokens_BT.where(is_other_BT, (subject.tokens_BT + 1) % VOCABULARY)
     for cuts in ((), subject.cuts, [1] * tokens_BT.shape[1]):
-        before_BTD, after_BTD = (
-            subject.layers_read(cuts)[0],
-            subject.layers_read(cuts, tokens_BT=tokens_BT)[0],
-        )
-        differences.append((after_BTD - before_BTD)[is_other_BT].abs().max())
+        changed_BTD, *_ = subject.result(cuts, text=(tokens_BT, subject.starts_BT))
+        differences.append((changed_BTD - subject.result(cuts)[0])[is_other_BT].abs().max())
     return _largest(differences)
 
 
-def _starts(subject: Subject) -> float:
+def _starts(subject: Subject) -> Result:
     """Read a document after others, from each place in a segment, and alone."""
+    if not subject.config.isolate_documents:
+        return NOT_ISOLATED
     length, differences = 12, []
-    alone_BTD, _ = subject.layers_read(
-        tokens_BT=subject.tokens_BT[:, :length], starts_BT=subject.starts_BT[:, :length] & False
-    )
+    alone = (subject.tokens_BT[:, :length], subject.starts_BT[:, :length] & False)
+    alone_BTD, *_ = subject.result(text=alone)
     for before in (1, 2, 3, 5, 64):
-        tokens_BT = torch.cat(
-            [subject.tokens_BT[:, -before:], subject.tokens_BT[:, :length]], dim=1
-        )
+        tokens_BT = torch.cat([subject.tokens_BT[:, -before:], subject.tokens_BT[:, :length]], 1)
         starts_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         starts_BT[:, before] = True
         for cuts in ((), [before, length], [before + 1, length - 1], [before + length - 1, 1]):
-            found_BTD, _ = subject.layers_read(cuts, tokens_BT=tokens_BT, starts_BT=starts_BT)
+            found_BTD, *_ = subject.result(cuts, text=(tokens_BT, starts_BT))
             differences.append(apart([found_BTD[:, before:]], [alone_BTD]))
     return _largest(differences)
 
 
-def _lanes(subject: Subject) -> float:
-    return _of_lanes(subject, [torch.tensor([1, 0, 2])])
-
-
-def _slots(subject: Subject) -> float:
-    return _of_lanes(subject, [slice(0, 1), slice(1, LANES)])
-
-
-def _of_lanes(subject: Subject, groups: Sequence[Any]) -> float:
+def _lanes(subject: Subject, groups: Sequence[Any]) -> float:
     """Compare lanes that are read together, and in each of these groups."""
-    hidden_BTD, memory = subject.layers_read(subject.cuts)
-    differences = []
+    whole, differences = subject.result(subject.cuts), []
     for lanes in groups:
-        texts = subject.tokens_BT[lanes], subject.starts_BT[lanes]
-        found_BTD, after = subject.layers_read(subject.cuts, tokens_BT=texts[0], starts_BT=texts[1])
-        expected = [hidden_BTD[lanes], *selected_lanes(memory, lanes)]
-        differences.append(apart([found_BTD, *after], expected))
+        read = subject.result(subject.cuts, text=[rows[lanes] for rows in subject.text])
+        differences.append(apart(read, selected_lanes(tuple(whole), lanes)))
     return _largest(differences)
 
 
 def _saved(subject: Subject) -> float:
     layout, half = MemoryLayout(subject.config), subject.tokens_BT.shape[1] // 2
-    tokens, starts = (
-        whole_BT.tensor_split([half], 1) for whole_BT in (subject.tokens_BT, subject.starts_BT)
-    )
-    first_BTD, memory = subject.layers_read(tokens_BT=tokens[0], starts_BT=starts[0])
-    named = {name: part.contiguous() for name, part in layout.named(detached(memory)).items()}
+    first, second = zip(*(rows.tensor_split([half], 1) for rows in subject.text), strict=True)
+    first_BTD, *memory = subject.result(text=first)
+    named = {name: part.contiguous() for name, part in layout.named(tuple(memory)).items()}
     loaded = layout.of_named(load(save(named)), LANES)
-    assert loaded is not None, "the parts that were saved are no memory of this model"
-    rest_BTD, after = subject.layers_read(
-        model=subject.other_model(), tokens_BT=tokens[1], starts_BT=starts[1], memory=loaded
-    )
-    hidden_BTD, expected = subject.whole
-    return apart([torch.cat([first_BTD, rest_BTD], dim=1), *after], [hidden_BTD, *expected])
+    rest_BTD, *after = subject.result(model=subject.other_model(), text=second, memory=loaded)
+    return apart([torch.cat([first_BTD, rest_BTD], dim=1), *after], subject.whole)
 
 
 def _stream(subject: Subject) -> float:
-    stream = new_stream(subject.model, LONGEST, LONGEST)
+    stream = new_stream(subject.other_model(), LONGEST, SHORT)
     pairs = zip(subject.tokens_BT.split(1, 1), subject.starts_BT.split(1, 1), strict=True)
     found_BTV = torch.cat([stream.logits_BLV(*pair) for pair in pairs], dim=1)
     with torch.no_grad():
@@ -276,19 +288,24 @@ def _stream(subject: Subject) -> float:
     return apart([found_BTV], [expected_BTV])
 
 
-def _types(subject: Subject) -> float:
-    """Count the parts that differ from their facts in shape or type, in float32 and bf16."""
-    wrong = 0
-    for dtype in (torch.float32, torch.bfloat16):
-        model = subject.other_model().to(dtype)
-        _, memory = subject.layers_read(subject.cuts, model=model)
-        like = torch.zeros((), dtype=dtype)
-        for part, empty in zip(
-            memory, MemoryLayout(subject.config).empty(LANES, like), strict=True
+def _types(subject: Subject) -> Result:
+    """Compare shapes and types of parts with their facts; in bf16, float32 is not rounded."""
+    layout, wrong, half = MemoryLayout(subject.config), [], subject.other_model().bfloat16()
+    _, *exact = subject.result(subject.cuts, model=subject.other_model().bfloat16().double())
+    for model in (subject.other_model().float(), half):
+        _, *memory = subject.result(subject.cuts, model=model)
+        expected = layout.empty(LANES, next(model.parameters()))
+        for name, part, empty, real in zip(
+            (part.name for part in layout.parts), memory, expected, exact, strict=True
         ):
             rows = slice(2, None) if empty.shape[1] == 0 else slice(1, None)
-            wrong += part.dtype != empty.dtype or part.shape[rows] != empty.shape[rows]
-    return wrong
+            is_exact = part.dtype is not torch.float32 or not part.equal(part.bfloat16().float())
+            if part.dtype != empty.dtype or part.shape[rows] != empty.shape[rows]:
+                types = f"{empty.dtype} {[*empty.shape]}, found {part.dtype} {[*part.shape]}"
+                wrong.append(f"{name}: expected {types}")
+            elif model is half and not is_exact and part.ne(real).any():
+                wrong.append(f"{name}: float32 in the facts, but its values are rounded to bf16")
+    return len(wrong), "; ".join(wrong)
 
 
 def _long(subject: Subject) -> float:
@@ -296,28 +313,34 @@ def _long(subject: Subject) -> float:
     model, sizes = subject.other_model(memory_length=16).float(), []
     memory, tokens_BL = None, subject.tokens_BT[:1].repeat(1, 20)[:, :LONG_SEGMENT]
     for _ in range(LONG // LONG_SEGMENT):
-        _, memory = subject.layers_read(
-            model=model, memory=memory, tokens_BT=tokens_BL, starts_BT=tokens_BL < 0
-        )
+        _, *memory = subject.result(model=model, memory=memory, text=(tokens_BL, tokens_BL < 0))
         sizes.append(_largest(part.abs().max() for part in memory if part.is_floating_point()))
-    return _largest(sizes) / sizes[0]
+    return _largest(sizes) / (sizes[0] or 1.0)
 
 
 def _half(subject: Subject) -> float:
     """Compare with a model of the same rounded weights, token by token and in one segment."""
     model = subject.other_model().bfloat16()
-    expected_BTD, _ = subject.layers_read(model=subject.other_model().bfloat16().double())
-    differences = []
-    for cuts in ((), [1] * subject.tokens_BT.shape[1]):
-        found_BTD, _ = subject.layers_read(cuts, model=model)
-        differences.append((found_BTD.double() - expected_BTD).abs().mean())
+    expected_BTD, *_ = subject.result(model=subject.other_model().bfloat16().double())
+    single = [1] * subject.tokens_BT.shape[1]
+    outputs = (subject.result(cuts, model=model)[0] for cuts in ((), single))
+    differences = [(output_BTD - expected_BTD).abs().mean() for output_BTD in outputs]
     return _largest(differences) / float(expected_BTD.abs().mean())
 
 
-def _measured(kind: str, config: ModelConfig) -> ModelConfig:
-    """Return a model large enough that numbers per head and token do not count."""
-    wide = replace(config, num_heads=2, d_head=0, d_model=64, d_inner=8, memory_length=64)
-    return replace(wide, num_layers=1, layer_kinds=(kind,))
+def _measured(config: ModelConfig, width: int, memory: int = 0, layers: int = 1) -> ModelConfig:
+    """Return a model whose width is a multiple of the drawn one's, and at least `width`."""
+    factor = max(2, -(-width // config.d_model))
+    wide = replace(config, d_model=factor * config.d_model, d_head=factor * config.head_width)
+    return replace(wide, num_layers=layers, layer_kinds=config.kinds[:1], memory_length=memory)
+
+
+def _compared(numbers: Sequence[float], facts: Mapping[str, float], shape: str) -> Result:
+    """Compare numbers by the facts and counted, relative to the third, the mixer's own."""
+    expected, counted, own = numbers
+    parts = ", ".join(f"{name} {number:,.0f}" for name, number in facts.items())
+    note = f"{expected:,.0f} by the facts ({parts}), {counted:,.0f} counted, with {shape}"
+    return abs(counted - expected) / own, note
 
 
 def flop_counter() -> FlopCounterMode:
@@ -327,32 +350,41 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=counts)
 
 
-def _flops(subject: Subject) -> Compared:
-    config = _measured(subject.config.kinds[0], subject.config)
-    model, tokens_BT = TransformerXL(config, attention_kernel="plain"), torch.ones(2, 128).long()
-    expected = token_flops(config, 64, 2)
-    own = expected.forward - expected.parts["feed_forward"] - expected.parts["head"]
-    _, memory = model(tokens_BT[:, :64], tokens_BT[:, 64:])
+def _flops(subject: Subject, number: int) -> Result:
+    size, width, _ = SIZES[number]
+    config, segments = _measured(subject.config, width, size.memory), size.gradient_segments
+    tokens_BT = torch.ones(size.lanes, segments * size.tokens).long()
+    model = TransformerXL(config, attention_kernel="plain")
+    _, memory = model(tokens_BT, tokens_BT)
     with flop_counter() as counter:
-        model(tokens_BT[:, :64], tokens_BT[:, 64:], memory)[0].sum().backward()
-    return Compared(expected.training, counter.get_total_flops() / 128, 3 * own)
+        model(tokens_BT, tokens_BT, memory, num_segments=segments)[0].sum().backward()
+    expected = token_flops(config, size.tokens, size.lanes, segments)
+    own = expected.forward - expected.parts["feed_forward"] - expected.parts["head"]
+    numbers = (expected.training, counter.get_total_flops() / tokens_BT.numel(), 3 * own)
+    facts = {**expected.parts, "saved": expected.without_gradient}
+    return _compared(numbers, facts, f"d_model={config.d_model}, {size}")
 
 
-def _bytes(subject: Subject) -> Compared:
-    config = replace(_measured(subject.config.kinds[0], subject.config), memory_length=0)
-    kept = [_bytes_kept(replace(config, num_layers=layers)) for layers in (1, 2)]
-    run = RunConfig(
-        model=config,
-        data=DataConfig(lanes=2, segment_length=128),
-        engine=EngineConfig(attention_kernel="plain"),
-    )
-    expected = layer_bytes(run, 2, False, config.kinds[0], 0).kept
-    return Compared(expected, kept[1] - kept[0], expected)
+def _bytes(subject: Subject, number: int) -> Result:
+    size, width, precision = SIZES[number]
+    config, size = _measured(subject.config, width), replace(size, memory=0)
+    engine = EngineConfig(attention_kernel="plain", precision=precision)
+    data = DataConfig(lanes=size.lanes, segment_length=size.tokens)
+    run, mixer = RunConfig(model=config, data=data, engine=engine), config.mixer(0)
+    own = mixer.kept_bytes(config, engine, size, False)
+    rest = layer_bytes(run, size.lanes, False, mixer.kind, 0).kept - own.kept
+    models = (_measured(subject.config, width, layers=layers) for layers in (1, 2))
+    one, two = (_bytes_kept(model, size, precision) for model in models)
+    facts = own if type(mixer).kept is Mixer.kept else mixer.kept(config, size.tokens)
+    shape = f"d_model={config.d_model}, {precision}, {size}"
+    return _compared((own.kept, two - one - rest, own.kept), facts._asdict(), shape)
 
 
-def _bytes_kept(config: ModelConfig) -> int:
+def _bytes_kept(config: ModelConfig, size: SegmentSize, precision: Precision) -> int:
     """Return the bytes that autograd keeps of a forward pass, besides weights."""
-    model, tokens_BL = TransformerXL(config, attention_kernel="plain"), torch.ones(2, 128).long()
+    model = TransformerXL(config, attention_kernel="plain")
+    model = model.bfloat16() if precision == "bf16" else model
+    tokens_BL = torch.ones(size.lanes, size.tokens).long()
     return bytes_kept_by(model, lambda: model(tokens_BL, tokens_BL, None, tokens_BL < 0))
 
 
@@ -372,37 +404,62 @@ def bytes_kept_by(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
 
 
 def lane_bytes_off(memory: Memory, config: ModelConfig) -> float:
-    """Return by how many bytes a lane's full memory differs from the facts, in float32."""
-    carried = sum(part[0].numel() * part.element_size() for part in memory)
+    """Return by how many bytes a lane's storage, in float32, differs from the facts."""
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in memory}
+    carried = sum(storage.nbytes() for storage in storages.values()) / lane_count(memory)
     return abs(carried - MemoryLayout(config).parts.num_bytes(4))
 
 
 def _lane_bytes(subject: Subject) -> float:
-    _, memory = subject.layers_read(model=subject.other_model(memory_length=16).float())
-    return lane_bytes_off(memory, replace(subject.config, memory_length=16))
+    _, *memory = subject.result(model=subject.other_model(memory_length=16).float())
+    return lane_bytes_off(tuple(memory), replace(subject.config, memory_length=16))
 
 
-def _parameters(subject: Subject) -> float:
-    """Build the model, which compares its parameters with the facts by name and shape."""
+def _parameters(subject: Subject) -> Result:
+    """Build and run the model; both sides of a matrix grow with the model's width."""
+    config, wide, wrong = subject.config, _measured(subject.config, 0), []
     with torch.device("meta"):
-        TransformerXL(subject.config)
-    return 0.0
+        TransformerXL(config)
+    try:
+        subject.result()
+    except Exception as error:
+        drawn = ", ".join(f"{name}={getattr(config, name)}" for name in DRAWN)
+        raise ValueError(f"{error}; with {drawn}, which `check` of the facts accepts") from error
+    mixer = config.mixer(0)
+    for name, weight in mixer.weights(config).items():
+        sides = weight.shape, mixer.weights(wide)[name].shape
+        is_flat, grows = len(sides[0]) < 2, len(sides[0]) == 2 and all(map(int.__lt__, *sides))
+        if (weight.role == "matrix" and is_flat) or (weight.role == "vector" and grows):
+            wrong.append(f"{name}: role {weight.role} with the shapes {sides[0]} and {sides[1]}")
+    return len(wrong), "; ".join(wrong)
 
 
 CHECKS: dict[str, Measure] = {
-    "parameters": ("parameters of the module and its facts", 0.0, _parameters),
+    "parameters": ("parameters in module and facts, and their roles", 0.0, _parameters),
     "segments": ("one segment and several, also of one token", EXACT, _segments),
-    "gradients": ("gradients through four segments and one", EXACT, _gradients),
+    "joined": ("documents that are not isolated, and one document", EXACT, _joined),
+    "modes": ("training with and without gradients, and evaluation", EXACT, _modes),
+    "gradients": ("gradients through four segments, and finite differences", SLOPE, _gradients),
     "isolation": ("other documents before and after one changes", 0.0, _isolation),
     "starts": ("a document after others and alone", EXACT, _starts),
-    "lanes": ("lanes in another order", EXACT, _lanes),
-    "slots": ("lanes together and apart", EXACT, _slots),
+    "lanes": (
+        "lanes in another order",
+        EXACT,
+        lambda of: _lanes(of, [torch.arange(LANES).flip(0)]),
+    ),
+    "slots": (
+        "lanes together and apart",
+        EXACT,
+        lambda of: _lanes(of, [slice(0, 1), slice(1, LANES)]),
+    ),
     "saved": ("one model, and a second one that continues from saved parts", EXACT, _saved),
     "stream": ("a stream token by token and one segment", EXACT, _stream),
-    "types": ("parts of another shape or type than in the facts", 0.0, _types),
-    "long": ("growth of states over 100,000 tokens", 100.0, _long),
+    "types": ("parts of another shape or type than in the facts, or rounded", 0.0, _types),
+    "long": ("growth of states over 100,000 tokens; 100 is linear", 1000.0, _long),
     "bf16": ("mean difference in bf16, relative to the mean size", ROUNDED, _half),
-    "flops": ("FLOPs of a token in training", FLOPS_LIMIT, _flops),
-    "bytes": ("bytes of a layer kept for the backward pass", BYTES_LIMIT, _bytes),
+    "flops": ("FLOPs of a token in training", FLOPS_LIMIT, lambda of: _flops(of, 0)),
+    "more flops": ("of another size, in two segments", FLOPS_LIMIT, lambda of: _flops(of, 1)),
+    "bytes": ("bytes of a mixer kept for the backward pass", BYTES_LIMIT, lambda of: _bytes(of, 0)),
+    "bf16 bytes": ("of another size, in bf16", ROUNDED_BYTES_LIMIT, lambda of: _bytes(of, 1)),
     "lane bytes": ("bytes of a lane, facts and counted", 0.0, _lane_bytes),
 }

@@ -4,14 +4,13 @@ A mixer reads remembered rows, as attention does, or it carries a state: a class
 Letters of shapes as in `pretrain.model`.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from foundation.errors import ConfigError
-from pretrain.config.mixer import mixer_facts
+from pretrain.config.mixer import imported, mixer_facts
 from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.model.attention_backends import ScoreTerms
 from pretrain.model.compiled import compiled_if
@@ -24,7 +23,10 @@ from pretrain.model.visibility import Visibility
 def mixer_class(kind: str) -> Any:
     """Return the module's class of a kind of layer."""
     facts = mixer_facts(kind)
-    return getattr(importlib.import_module(f"{facts.package}.module"), facts.module)
+    module = imported(f"{facts.package}.module")
+    if not hasattr(module, facts.module):
+        raise ConfigError(f"{module.__file__}: found no {facts.module}, which the facts name")
+    return getattr(module, facts.module)
 
 
 def check_facts(config: ModelConfig, kind: str, mixer: nn.Module) -> None:
@@ -101,6 +103,10 @@ class StateLayer(ResidualLayer):
         """
         segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
         read_BLD, *parts = self.mixer(segment_BLD, *inputs)
+        if len(parts) != (count := len(inputs) - 1):
+            raise ConfigError(
+                f"layers of kind {self._kind} returned {len(parts)} of {count} states"
+            )
         read_BLD = drop(read_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
         completed = compiled_if(self.compiles, ResidualLayer._completed)
         output_BLD = completed(self, hidden_BLD, read_BLD, dropout)

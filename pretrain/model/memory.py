@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foundation.errors import ConfigError
 from foundation.settings import assert_never
 from pretrain.config.lane_parts import LaneParts, lane_parts
 from pretrain.config.mixer import LanePart
@@ -92,13 +93,16 @@ class MemoryLayout:
         """Return the tensors by the names of their parts."""
         return {part.name: tensor for part, tensor in zip(self.parts, memory, strict=True)}
 
-    def of_named(self, tensors: Mapping[str, Tensor], num_lanes: int) -> Memory | None:
-        """Return the memory of these named tensors; None if names or shapes do not fit."""
-        if tensors.keys() != {part.name for part in self.parts}:
-            return None
-        memory = tuple(tensors[part.name] for part in self.parts)
-        parts = zip(self.parts, memory, strict=True)
-        return memory if all(_fits(*part, num_lanes) for part in parts) else None
+    def of_named(self, tensors: Mapping[str, Tensor], num_lanes: int) -> Memory:
+        """Return the memory of these named tensors; ConfigError if one does not fit."""
+        parts = {part.name: part for part in self.parts}
+        for name in {**parts, **tensors}:
+            part, tensor = parts.get(name), tensors.get(name)
+            if part is None or tensor is None or not _fits(part, tensor, num_lanes):
+                saved = "missing" if tensor is None else f"{tensor.dtype} {[*tensor.shape]}"
+                own = f"{[*_shape(part, num_lanes, 0)]}" if part else "nothing of that name"
+                raise ConfigError(f"{name} of the memory is {saved}, the model has {own}")
+        return tuple(tensors[name] for name in parts)
 
     def vectors(self, memory: Memory) -> list[Tensor]:
         """Return the first part of each layer as vectors, [B, rows, X]; a state is one vector.

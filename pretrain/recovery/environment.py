@@ -4,15 +4,18 @@ A resume is bitwise only in the same environment: other versions, instruction se
 of threads add in another order.
 """
 
+import inspect
 import socket
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
 from pretrain.config.run import RunConfig
 from pretrain.distributed.threads import describe_waiting
 from pretrain.kernels.triton.tiling import table_name
+from pretrain.rundir.code_version import code_digest
 
 ENVIRONMENT_PACKAGES = ("torch", "numpy", "deepspeed")
 # NCCL may sum in another order on other hosts of the same kind, by where they are in the network.
@@ -26,7 +29,9 @@ def own_environment(device: torch.device, run: RunConfig) -> dict[str, str]:
     for mixer in run.model.mixers_used:
         of_kinds |= mixer.environment(run.model, run.engine, device.type == "cuda")
         if mixer.distribution:
-            of_kinds[f"layers of kind {mixer.kind}"] = mixer.distribution
+            root = Path(inspect.getfile(type(mixer))).parents[mixer.package.count(".") + 1]
+            code = code_digest(root, [mixer.package.partition(".")[0]])
+            of_kinds[f"layers of kind {mixer.kind}"] = f"{mixer.distribution}+{code}"
     return {
         **{package: version(package) for package in ENVIRONMENT_PACKAGES},
         "CUDA": (torch.version.cuda or "unknown") if device.type == "cuda" else "none",

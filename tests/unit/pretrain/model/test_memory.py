@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foundation.errors import ConfigError
 from pretrain.config.run import DataConfig, EngineConfig, RunConfig
 from pretrain.costs.device_memory import Footprint, checkpoint_bytes
 from pretrain.model.cached import new_stream
@@ -82,14 +83,19 @@ def test_a_segment_without_memory_reads_no_rows_and_states_of_zeros_in_their_own
 def test_tensors_of_other_names_or_shapes_are_no_memory() -> None:
     state = memory_layout()
     named = state.named(memory_of(state))
-    assert state.of_named(named, LANES) is not None
-    assert state.of_named(named, LANES + 1) is None
-    assert state.of_named({**named, "layers.2.hidden": named["layers.1.hidden"]}, LANES) is None
+    assert state.of_named(named, LANES)
+    with pytest.raises(ConfigError, match=r"the memory is .*, the model has"):
+        state.of_named(named, LANES + 1)
+    with pytest.raises(ConfigError, match=r"layers.2.hidden .* the model has nothing"):
+        state.of_named({**named, "layers.2.hidden": named["layers.1.hidden"]}, LANES)
     for name, part in named.items():
-        assert state.of_named({each: named[each] for each in named if each != name}, LANES) is None
-        assert state.of_named({**named, name: part[..., None]}, LANES) is None
         other = part.float() if name == "documents" else part.int()
-        assert state.of_named({**named, name: other}, LANES) is None
+        for changed in (part[..., None], other):
+            with pytest.raises(ConfigError, match=rf"{name} of the memory is {changed.dtype}"):
+                state.of_named({**named, name: changed}, LANES)
+        del (fewer := dict(named))[name]
+        with pytest.raises(ConfigError, match=rf"{name} of the memory is missing"):
+            state.of_named(fewer, LANES)
 
 
 WRITTEN, LENGTH = 3, 5
