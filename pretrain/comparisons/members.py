@@ -123,7 +123,7 @@ def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     notes = [
         f"every run trained for {flops_text(float(results[0].first.C))} FLOPs; losses are at each "
         "member's best rate, tokens/s is the median of its runs: compare it only under equal load",
-        NOTE.format(baseline_of(results).member),
+        NOTE.format(baseline_of(results).member).removesuffix("."),
     ]
     if probed := [result for result in results if result.probed("needle")]:
         distances = ", ".join(map(str, probed[0].probed("needle")))

@@ -32,7 +32,7 @@ COLUMNS = {
 NOTE = (
     "A loss is the mean over n seeds; differences are from {}, paired by seed. Intervals are over "
     "seeds, and a ? is about documents: on another text such a difference may be none, even where "
-    "its interval excludes 0"
+    "its interval excludes 0."
 )
 
 

@@ -285,10 +285,8 @@ def render_comparison(
     )
     sections = [
         *(
-            section(
-                "Members", *_unshared(rows, "All members"), paragraph(f"{NOTE.format(rows[1][0])}.")
-            )
-            for rows in of_members
+            section("Members", *_unshared(t, "All members"), paragraph(NOTE.format(t[1][0])))
+            for t in of_members
         ),
         section("Loss", losses),
         section("Loss over FLOPs", over_flops),
