@@ -52,7 +52,7 @@ demo: $(STAMP)  ## the whole story in minutes: build, train, kill, resume, compa
 shakespeare: $(STAMP)  ## what memory is worth, next to a published result; TEXT=input.txt (tinyshakespeare) THREADS=2 STEPS=2000
 	$(EXAMPLE)
 
-scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 20 small runs, one held out, docs/scaling-example.md
+scaling-demo: $(STAMP)  ## scaling laws from rate to report on two cores: 24 small runs, and one that they forecast, docs/scaling-example.md
 	$(EXAMPLE)
 
 forecasts: $(STAMP)  ## forecasts of runs on code, and with BOOKS=FILE_OR_DIR on books, signed, trained and graded: docs/forecasts.md
