@@ -15,9 +15,15 @@ from pretrain.rundir.events import Forecast, TrainingBegan
 from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.fit import fit_all
+from pretrain.scaling.forecast import coverage_line, grades_table, read_grades
 from pretrain.scaling.table import Columns, read_points
+from pretrain.terminal.text import fitted_table
+from tests.helpers.checkout import ROOT
 from tests.helpers.scaling import BESIROGLU, simulated, write_points
 from tests.helpers.scaling_runs import command, train_by_the_law
+from tests.worked_example import indented
+
+RECORDED = ROOT / "tests" / "data" / "forecasts"  # by examples/forecasts.sh
 
 
 @pytest.fixture
@@ -188,3 +194,14 @@ def test_a_fixed_ratio_costs_what_the_law_says(table, capsys):
     assert "+" in line.rpartition(", ")[2]
     assert len(points) == 30
     assert command("fit", table, "--ratio", 200) == 2
+
+
+def test_the_page_has_every_recorded_forecast_as_it_was_signed_and_came_out():
+    graded = read_grades(RECORDED)
+    assert len(graded) >= 10
+    page = (ROOT / "docs" / "forecasts.md").read_text()
+    assert indented(fitted_table(grades_table(graded))) in page
+    assert coverage_line(graded) in " ".join(page.split())
+    for _, card, grade in graded:
+        assert card.table_sha256 == sha256_of(RECORDED / card.table)
+        assert grade is None or grade.is_signed
