@@ -26,7 +26,7 @@ from pretrain.config.run import DataConfig, RunConfig
 from pretrain.costs.device_memory import layer_bytes
 from pretrain.costs.flops import token_flops
 from pretrain.model.cached import new_stream
-from pretrain.model.memory import Memory, MemoryLayout, lane_count, selected_lanes
+from pretrain.model.memory import Memory, MemoryLayout, selected_lanes
 from pretrain.model.parameters import load_parameters
 from pretrain.model.transformer_xl import TransformerXL
 
@@ -404,15 +404,17 @@ def bytes_kept_by(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
 
 
 def lane_bytes_off(memory: Memory, config: ModelConfig) -> float:
-    """Return by how many bytes a lane's storage, in float32, differs from the facts."""
-    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in memory}
-    carried = sum(storage.nbytes() for storage in storages.values()) / lane_count(memory)
+    """Return by how many bytes a lane's full memory differs from the facts, in float32."""
+    carried = sum(part[0].numel() * part.element_size() for part in memory)
     return abs(carried - MemoryLayout(config).parts.num_bytes(4))
 
 
 def _lane_bytes(subject: Subject) -> float:
     _, *memory = subject.result(model=subject.other_model(memory_length=16).float())
-    return lane_bytes_off(tuple(memory), replace(subject.config, memory_length=16))
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in memory}
+    held = sum(storage.nbytes() for storage in storages.values())  # more, if parts are views
+    beside = abs(held - sum(part.nbytes for part in memory))
+    return beside + lane_bytes_off(tuple(memory), replace(subject.config, memory_length=16))
 
 
 def _parameters(subject: Subject) -> Result:
