@@ -40,9 +40,10 @@ from pretrain.config.run import (
 )
 from pretrain.distributed.world import init_world
 from pretrain.metrics.writers import MetricsFile
-from pretrain.recovery import faults, start_record
+from pretrain.recovery import faults
 from pretrain.recovery import rewind as rewinds
 from pretrain.recovery.faulty_engine import FaultyEngine
+from pretrain.rundir import trained_data
 from pretrain.rundir.events import Event, Rewind, TrainingEnded
 from pretrain.rundir.heartbeat import Heartbeat
 from pretrain.rundir.history import find_events
@@ -189,7 +190,7 @@ class Run(Subject):
         self._trees: dict[int, tuple[Any, Any]] = {}
         names = ("tokenizer_of", "split_hash", "corpus_hash")
         self._of_the_corpus: dict[str, Any] = {
-            name: functools.cache(getattr(start_record, name)) for name in names
+            name: functools.cache(getattr(trained_data, name)) for name in names
         }
         self._heartbeat = Heartbeat(beside / "heartbeats", 0, 0)
         self._heartbeat._closing.set()  # no thread and no process of its own
@@ -348,7 +349,7 @@ class Run(Subject):
             mock.patch.object(
                 object_store, "store_at", lambda url, *_: _Objects(url, self._stored)
             ),
-            mock.patch.multiple(start_record, **self._of_the_corpus),
+            mock.patch.multiple(trained_data, **self._of_the_corpus),
         ):
             try:
                 run_module.run_training(
