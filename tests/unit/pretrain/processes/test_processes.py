@@ -347,6 +347,7 @@ def test_a_start_on_other_hosts_is_another_environment_of_nccl(
 ) -> None:
     destroy_process_group()  # of another test
     world = init_world()
+    RunDir.create(tmp_path, RunConfig())
     known = None
     for step, hosts in enumerate((before, now)):
         ranks = [{"torch": "2", "hosts of NCCL": host} for host in hosts.split()]
