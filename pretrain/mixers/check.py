@@ -191,10 +191,9 @@ def _segments(subject: Subject) -> float:
 
 
 def _joined(subject: Subject) -> float:
-    """Read documents that are not isolated, and the same text as one document."""
+    """Read documents, which the last part numbers, without isolation and as one document."""
     *whole, _ = subject.result(text=(subject.tokens_BT, subject.starts_BT & False))
     model, all_cuts = subject.other_model(isolate_documents=False), ((), subject.cuts)
-    # The last part has the numbers of documents.
     return _largest(apart(subject.result(cuts, model=model)[:-1], whole) for cuts in all_cuts)
 
 
