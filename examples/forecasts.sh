@@ -28,7 +28,7 @@ for DATA in code ${BOOKS:+books}; do
         NAME=$DATA-$MEMBER TABLE=$OUT/cards/$DATA-$MEMBER
         EXPERIMENT=configs/experiments/forecasts-$MEMBER.yaml
         cells $NAME-small $EXPERIMENT data.path=$OUT/$DATA optim.steps=300 model.d_model=12 \
-            model.num_heads=3 model.d_inner=24 --rates 1.2e-2 2.4e-2 4.8e-2 9.6e-2
+            model.num_heads=3 model.d_inner=24 --rates 1.2e-2 2.4e-2 4.8e-2 9.6e-2 1.92e-1
         cells $NAME-large $EXPERIMENT data.path=$OUT/$DATA optim.steps=800 model.d_model=28 \
             model.num_heads=7 model.d_inner=56 --rates 6e-3 1.2e-2 2.4e-2 4.8e-2
         TUNED="--keep-layers --tuned $TABLE-small.csv $TABLE-large.csv"

@@ -13,7 +13,6 @@ from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.processes.local_ranks import RankGroup, train_command
 from pretrain.rundir.ownership import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
-from pretrain.rundir.trained_data import refuse_other_data
 from pretrain.terminal.text import counted
 
 _log = logging.getLogger(__name__)
@@ -46,6 +45,8 @@ def train_here(
     # ConfigError for a corpus that is absent, again before any rank starts.
     known = with_vocabulary(config)
     if run_dir.exists():
+        from pretrain.rundir.trained_data import refuse_other_data  # loads numpy
+
         refuse_other_data(run_dir, with_absolute_paths(config))
     try:
         with stop, run_dir.locked(HOLDER):

@@ -346,7 +346,8 @@ def load_trained(
     load_weights(module, checkpoint, ema)
     began = last_event(run_dir.ledger.read(), TrainingBegan)
     tokenizer, home, untrusted = began.tokenizer if began else "", config.data.path, ""
-    if url_of(home) is not None and is_of_another_user(run_dir.config_file):
+    files = run_dir.config_file, run_dir.ledger.path  # both say what the settings are
+    if url_of(home) is not None and any(map(is_of_another_user, files)):
         untrusted = f"{run} is another user's run"
     else:
         home = config.data.directory()

@@ -125,7 +125,9 @@ def test_reports_and_tables_have_the_losses_of_sets(places, trained, resumed, tm
     losses = {name: f"{loss:.4f}" for name, loss in set_losses(evaluations_of(trained)[-1]).items()}
     runs = [str(trained.path), str(resumed.path), "--output", str(tmp_path)]
     assert main(["report", *runs, "--json"]) == 0
-    assert f"<td>{losses['beside']}</td>" in (tmp_path / "compare.html").read_text()
+    assert (
+        f"validation loss of beside: {losses['beside']}" in (tmp_path / "compare.html").read_text()
+    )
     first, second = json.loads(capsys.readouterr().out)
     assert "evaluation_loss/late" not in first
     assert second["evaluation_loss/late"] == second["evaluation_loss/b"]

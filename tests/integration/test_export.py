@@ -14,6 +14,8 @@ import torch
 import yaml
 
 from pretrain.cli import main
+from pretrain.rundir.events import SettingsChanged
+from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import load_export, load_trained
 from tests.helpers.checkpoints import flip_a_bit
 from tests.helpers.forked_ranks import run_ranks
@@ -204,16 +206,18 @@ def test_an_export_chooses_no_host_to_contact_and_no_place_of_a_cache(exported, 
 
 def test_a_foreign_run_chooses_no_host(exported, tiny_corpus, tmp_path, capsys, monkeypatch):
     run, cache = shutil.copytree(exported[0], tmp_path / "run"), tmp_path / "cache"
-    config = run / "config.yaml"
+    config, ledger = run / "config.yaml", RunDir(run).ledger
     tree = yaml.safe_load(config.read_text())
     tree["data"] |= {"path": "http://127.0.0.1:9/corpus", "cache": {"directory": str(cache)}}
     config.write_text(yaml.safe_dump(tree))
-    give_away(config, monkeypatch)
+    ledger.append(SettingsChanged(changes={}, run_settings=tree))
+    give_away(ledger.path, monkeypatch)
     for command in (["evaluate"], ["generate"], ["export", f"--output={tmp_path / 'out'}"]):
         assert main([command[0], str(run), *command[1:]]) == 2
         error = capsys.readouterr().err
         assert str(run) in error
         assert "--data" in error
+    give_away(config, monkeypatch)
     assert main(["describe", str(run)]) == 2
     assert "data.path=http://127.0.0.1:9/corpus" in capsys.readouterr().err
     assert not cache.exists()

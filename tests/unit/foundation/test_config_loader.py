@@ -169,7 +169,7 @@ def test_what_is_written_reads_back_equal(tmp_path):
 def test_sections_in_a_list_are_checked_as_any_other(tmp_path):
     text = "name: x\nothers: [{rate: 1}, {rate: 2, mod: fast}, {rate: x}, 3]\n"
     said = error_of(write(tmp_path / "a.yaml", text))
-    for field_of_it in ("others.1.mod: ", "'mode'", "others.2.rate: ", "others.3: "):
+    for field_of_it in ("others.1.mod: ", "'others.1.mode'", "others.2.rate: ", "others.3: "):
         assert field_of_it in said
     text = "name: x\nothers: [{rate: 1}, {mode: fast}]\n"
     right = load_config(Outer, write(tmp_path / "b.yaml", text))

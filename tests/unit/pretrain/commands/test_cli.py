@@ -172,7 +172,7 @@ def files_in(directory: Path) -> dict[str, str]:
         (("new", "b.yaml", "--corpus=CORPUS", "--parameters=1k"), "9.6k"),
         (("new", "b.yaml", "--corpus=CORPUS", "--parameters=much"), "10M"),
         (("new", "b.yaml", "--corpus=CORPUS", "--steps=0"), "--steps=0"),
-        (("new", "b.yaml", "--corpus=CORPUS", "optim.stepz=20"), "'steps'"),
+        (("new", "b.yaml", "--corpus=CORPUS", "optim.stepz=20"), "'optim.steps'"),
         (("new", "b c.yaml", "--corpus=CORPUS"), "'b c'"),
         ((*TUNE, "--output=folder/table.csv"), "table.csv"),
         ((*TUNE, "--name=../x"), "'../x'"),

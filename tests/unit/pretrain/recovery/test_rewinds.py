@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from data_pipeline.corpora.corpus_identity import corpus_hash
-from foundation.errors import DataError
+from foundation.errors import ConfigError, DataError
 from pretrain.checkpoint import checkpointer
 from pretrain.checkpoint.directory import rank_file, step_directory, steps_on_disk
 from pretrain.config.resolve import resolve
@@ -412,9 +412,11 @@ def test_a_checkpoint_lost_before_its_reading_is_given_up_only_when_asked(run, r
     finally:
         log.removeHandler(losing)
         log.setLevel(logging.NOTSET)
-    for word in ({"from_step": 7}, {}):  # a word that is refused is not kept for later starts
-        with pytest.raises(CheckpointError, match=r"step 7,|step-00000010.*--from-step 5$"):
-            run_training(longer, run_dir.path, world, **word)
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 7; give --from-step 0 or 5$"):
+        run_training(longer, run_dir.path, world, from_step=7)
+    # A word that is refused is not kept for later starts.
+    with pytest.raises(CheckpointError, match=r"step-00000010.*--from-step 5$"):
+        run_training(longer, run_dir.path, world)
     assert run_dir.past().asked is None
     assert trained_steps(run_dir) == [*range(1, 11)], "no line goes before a start is sure"
     assert run_training(longer, run_dir.path, world, from_step=5) == 0
