@@ -43,7 +43,7 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, list_attempts
 from pretrain.rundir.changed_settings import describe_rate, refused_changes
-from pretrain.rundir.events import Forecast, ResumeFrom, SettingsChanged, TrainingBegan
+from pretrain.rundir.events import Event, Forecast, ResumeFrom, SettingsChanged, TrainingBegan
 from pretrain.rundir.forecast import check_subject
 from pretrain.rundir.history import (
     attempt_history,
@@ -198,24 +198,30 @@ class RunDir:
     @property
     def config(self) -> RunConfig:
         """The settings of the run, resolved."""
+        return self._config_by(self.ledger.read())
+
+    def _config_by(self, ledger: Sequence[Event]) -> RunConfig:
         if not self.config_file.exists() and self.exists():
             raise ConfigError(
                 f"{self.config_file} is missing; put back a copy of it, or write into it what a "
                 'checkpoint\'s index.json has as "config"'
             )
-        if settings := recorded_settings(self.ledger.read()):
+        if settings := recorded_settings(ledger):
             return parse_config(RunConfig, settings, str(self.ledger.path))
         return load_config(RunConfig, self.config_file)
 
     def settings_at(self, step: int) -> RunConfig:
         """Return the settings that the run had after `step` updates, with all phases."""
-        return settings_at(self.config, step, setting_changes(self.ledger.read()))
+        ledger = self.ledger.read()
+        return settings_at(self._config_by(ledger), step, setting_changes(ledger))
 
     def past(self, mirror: str | None = None) -> Past:
         """Return what the ledger says to a start, which may be about to change the `mirror`."""
-        base = (self.config.checkpoint.mirror if mirror is None else mirror).rstrip("/")
+        ledger = self.ledger.read()
+        own = self._config_by(ledger).checkpoint.mirror if mirror is None else mirror
+        base = own.rstrip("/")
         store = f"{base}/{self.identity.name}" if base else ""
-        return past_of(self.ledger.read(), str(self.checkpoints), store)
+        return past_of(ledger, str(self.checkpoints), store)
 
     def ask_to_resume_from(self, step: int) -> None:
         """Record that a user gives up what the run has published after `step`."""
