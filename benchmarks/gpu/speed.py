@@ -1,4 +1,4 @@
-"""Step time, MFU and device memory of a run as it trains, and where the time goes."""
+"""Step time, MFU and device memory of a run as it trains, and where a step's time goes."""
 
 from __future__ import annotations
 
@@ -21,35 +21,40 @@ from pretrain.costs.flops import mean_memory, run_cost, token_flops
 from pretrain.costs.throughput import measured_matmul_peak, memory_in_use_gib
 from pretrain.distributed.world import World
 
-STEPS, WARM_UP, PROFILED, COSTLIEST = 8, 3, 2, 8
+STEPS, WARM_UP, PROFILED, COSTLIEST = 8, 3, 2, 24
 # Class -> parts of kernels' names (torch's, its compiler's, libraries', ours); the first counts.
 CLASSES = {
     "attention": r"flash|fmha|sdpa|attention|(forward|gradient|content_bias|delta)_kernel|flex",
+    "compiled": r"triton_(poi|red|per|for)",
     "GEMM": r"gemm|nvjet|cutlass|xmma|cublas|split_?k|triton_(mm|tem)|\b(add|b|badd)?b?mm\b",
     "copies": r"mem(cpy|set)|copy|\bcat|nccl|gather|scatter|index|embedding|fill",
-    "reductions": r"reduce|softmax|norm|triton_(red|per)|sum\b|mean|nll|cross_entropy",
-    "pointwise": r"elementwise|triton_poi|multi_tensor|adam|drop_kernel|aten::",
+    "reductions": r"reduce|softmax|norm|sum\b|mean|nll|cross_entropy",
+    "pointwise": r"elementwise|multi_tensor|adam|drop_kernel|aten::",
 }
 Rows = dict[str, tuple[float, int]]  # name -> microseconds of its own, calls
 
 
 def speed(context: Context) -> None:
-    """Measure steps on prefetched batches, without the first ones."""
+    """Measure steps of the case, then profile some."""
     with one_rank() as world:
         trainer = trainer_of(context, world)
-        run, seconds = trainer.run, []
         with Prefetcher(trainer.batches) as batches:
             trainer.batches = batches
-            for _ in range(context.size(STEPS, 1) + WARM_UP):
-                start = time.perf_counter()
-                trainer.step()
-                wait_for(context.device)
-                seconds.append(time.perf_counter() - start)
-        # By then kernels are compiled and the memory is full.
-        step_seconds, peak_gib = (
-            statistics.median(seconds[WARM_UP:]), memory_in_use_gib(context.device)
-        )  # fmt: skip
-        peak = measured_matmul_peak(context.device, context.dtype, context.size(0.5, 0.01))
+            measure(trainer, context)
+            profile(trainer, context)
+
+
+def measure(trainer: Trainer | GptTrainer, context: Context) -> None:
+    """Report the time of steps, without the first ones."""
+    run, seconds = trainer.run, []
+    for _ in range(context.size(STEPS, 1) + WARM_UP):
+        start = time.perf_counter()
+        trainer.step()
+        wait_for(context.device)
+        seconds.append(time.perf_counter() - start)
+    # By then kernels are compiled and the memory is full.
+    step_seconds, peak_gib = statistics.median(seconds[WARM_UP:]), memory_in_use_gib(context.device)
+    peak = measured_matmul_peak(context.device, context.dtype, context.size(0.5, 0.01))
     flops = visible_flops_per_token(run) * run.tokens_per_step
     maker = None if context.is_dry else makers_peak(torch.cuda.get_device_name())
     values: dict[str, Any] = {}
@@ -76,21 +81,16 @@ def trainer_of(context: Context, world: World) -> Trainer | GptTrainer:
     return Trainer(run, context.corpus, world, context.work)
 
 
-def profile(context: Context) -> None:
+def profile(trainer: Trainer | GptTrainer, context: Context) -> None:
     """Report the time of each class of kernels in a step, idle time, and the costliest kernels."""
-    with one_rank() as world:
-        trainer = trainer_of(context, world)
-        for _ in range(WARM_UP):
+    # On a GPU, the CPU's operators would count the same work a second time.
+    activity = ProfilerActivity.CPU if context.is_dry else ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        start = time.perf_counter()
+        for _ in range(PROFILED):
             trainer.step()
         wait_for(context.device)
-        # On a GPU, the CPU's operators would count the same work a second time.
-        activity = ProfilerActivity.CPU if context.is_dry else ProfilerActivity.CUDA
-        with torch.profiler.profile(activities=[activity]) as profiler:
-            start = time.perf_counter()
-            for _ in range(PROFILED):
-                trainer.step()
-            wait_for(context.device)
-            wall = time.perf_counter() - start
+        wall = time.perf_counter() - start
     rows: Rows = {
         row.key: (row.self_cpu_time_total if context.is_dry else row.self_device_time_total,
                   row.count)

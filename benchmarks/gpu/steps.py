@@ -50,16 +50,15 @@ def _speed(name: str, case: str, expected: float, purpose: str, *sources: str) -
 
 
 STEPS = (
-    _speed("speed-1b", "xl_modern_1b", 35, "tokens/s, MFU and peak memory of xl_modern_1b"),
+    _speed("speed-1b", "xl_modern_1b", 35, "tokens/s, MFU, memory and profile of xl_modern_1b"),
     _speed("speed-relative", "relative_1b", 35, "the same of 1.3B with relative attention"),
     _speed("speed-gpt-compiled", "gpt compiled", 45, "of a plain GPT, compiled", *_SPEED, *_GPT),
     _speed("speed-1b-compiled", "xl_modern_1b compiled", 45, "of xl_modern_1b, compiled"),
     _speed("speed-relative-compiled", "relative_1b compiled", 45, "of 1.3B, compiled"),
+    _speed("speed-1b-atomic", "xl_modern_1b atomic", 45, "of it, compiled, sums in any order"),
     _speed("speed-gpt", "gpt", 25, "of a plain GPT, not compiled", *_SPEED, *_GPT),
-    Step("profile-1b", "benchmarks.gpu.speed:profile", 30, 120,
-         "where a step's time goes, by class of kernels", _SPEED, "xl_modern_1b"),
-    Step("profile-relative", "benchmarks.gpu.speed:profile", 30, 120,
-         "the same of 1.3B with relative attention", _SPEED, "relative_1b"),
+    _speed("speed-hybrid", "xl_modern_1b hybrid", 60, "of three Gated DeltaNet layers in four"),
+    _speed("speed-hybrid-compiled", "xl_modern_1b hybrid-compiled", 60, "of the same, compiled"),
     Step("attention", "benchmarks.gpu.attention:run", 60, 240,
          "four workspaces; FlashAttention-2, cuDNN, FlexAttention",
          (*_KERNELS, "benchmarks/gpu/attention.py")),
@@ -80,7 +79,6 @@ STEPS = (
     _speed("zero-1", "xl_modern_1b ZeRO 1", 35, "of ZeRO 1"),
     _speed("zero-3", "xl_modern_1b ZeRO 3", 35, "of ZeRO 3"),
     _speed("offload", "xl_modern_1b offload", 60, "of the optimizer in host memory"),
-    _speed("hybrid", "xl_modern_1b hybrid", 60, "of three Gated DeltaNet layers in four"),
     Step("resume", "benchmarks.gpu.resume:run", 90, 480,
          "bitwise resume: ZeRO 0 to 3, offload, compiled, hybrid",
          (*_TRAINING, "pretrain/checkpoint", "benchmarks/gpu/resume.py")),

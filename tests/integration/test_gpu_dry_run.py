@@ -15,13 +15,12 @@ from foundation.programs import own_command
 from pretrain.kernels.triton.tiling import KERNELS
 
 # NVIDIA's code is not here, and others differ from one of their kind in the model alone.
-LEFT_OUT = {"nvidia", "speed-relative", "speed-1b-compiled", "speed-gpt", "profile-relative"}
-LEFT_OUT |= {"zero-0", "zero-1"}
+LEFT_OUT = {"nvidia", "speed-relative", "speed-1b-compiled", "speed-1b-atomic", "speed-gpt"}
+LEFT_OUT |= {"zero-0", "zero-1", "speed-hybrid"}
 STEPS_HERE = [step.name for step in STEPS if step.name not in LEFT_OUT]
 # What steps have to have found.
 PARTS = {
-    **{name: {"step"} for name in STEPS_HERE if name.startswith(("speed", "zero"))},
-    **{name: {"classes"} for name in STEPS_HERE if name.startswith("profile")},
+    **{name: {"step", "classes"} for name in STEPS_HERE if name.startswith(("speed", "zero"))},
     "attention": {"640 programs, head width 16, segment 12, memory 7, 2 heads (1), 2 lanes"},
     "deltanet": {"ours"},
     "evaluation": {"torch.bfloat16", "torch.float32"},
