@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
 
 from pretrain.config.model import ModelConfig
-from pretrain.model.compiled import recomputed_if
+from pretrain.model.compiled import compiled_if, recomputed_if
 from pretrain.model.parameters import normal, zeros
 
 _NO_TARGET = -(2**63)  # no target has this `ignore_index`; torch's, -100, could hide a wrong one
@@ -142,6 +142,18 @@ def with_gradient_of(loss: Tensor, other: Tensor) -> Tensor:
     return loss + (other - other.detach())
 
 
+def token_losses(logits_TV: Tensor, targets_T: Tensor, z_loss: float) -> Tensor:
+    """Return the NLL [T]; z-loss (Chowdhery et al. 2022) acts in the gradient only.
+
+    It draws the logarithm of the softmax's normalizer, log(sum(exp(logits))), towards zero.
+    """
+    logits_TV = at_least_float32(logits_TV)
+    nll_T = cross_entropy(logits_TV, targets_T, ignore_index=_NO_TARGET, reduction="none")
+    if not z_loss:
+        return nll_T
+    return with_gradient_of(nll_T, z_loss * logits_TV.logsumexp(1).square())
+
+
 class OutputBin(nn.Module):
     """Logits [T, V + clusters] of one bin; the weight is the embedding's parameter if tied."""
 
@@ -190,6 +202,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def __init__(self, config: ModelConfig, embedding: Embedding, chunk_tokens: int = 0) -> None:
         super().__init__()
+        self.compiles = False
         self._chunk_tokens = chunk_tokens
         self._ranges = bin_ranges(config)
         self._z_loss = config.z_loss
@@ -237,15 +250,10 @@ class AdaptiveSoftmax(nn.Module):
         return nll_T
 
     def _cross_entropy(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-        """Return the NLL [T]; z-loss (Chowdhery et al. 2022) acts in the gradient only.
-
-        It draws the logarithm of the softmax's normalizer, log(sum(exp(logits))), towards zero.
-        """
-        logits_TV = at_least_float32(logits_TV)
-        nll_T = cross_entropy(logits_TV, targets_T, ignore_index=_NO_TARGET, reduction="none")
-        if not self._z_loss or not torch.is_grad_enabled():
-            return nll_T
-        return with_gradient_of(nll_T, self._z_loss * logits_TV.logsumexp(1).square())
+        # Tails have other numbers of tokens in each batch.
+        compiles = self.compiles and len(self._ranges) == 1
+        z_loss = self._z_loss if torch.is_grad_enabled() else 0.0
+        return compiled_if(compiles, token_losses)(logits_TV, targets_T, z_loss)
 
     def _log_probabilities(self, hidden_TD: Tensor) -> Tensor:
         head = log_softmax(at_least_float32(self.bins[0](hidden_TD)), dim=1)

@@ -101,7 +101,9 @@ class StateLayer(ResidualLayer):
         `inputs` are the parts before it and the tokens' documents, counted from the token before
         the segment; None: all tokens belong to one document.
         """
-        segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
+        segment_BLD = hidden_BLD
+        if (norm := self.input_norm) is not None:
+            segment_BLD = compiled_if(self.compiles, type(norm).forward)(norm, hidden_BLD)
         read_BLD, *parts = self.mixer(segment_BLD, *inputs)
         if len(parts) != (count := len(inputs) - 1):
             raise ConfigError(
@@ -125,20 +127,13 @@ class RowsLayer(ResidualLayer):
         dropout: DropoutStream | None,
     ) -> Tensor:
         """Return the layer's output; `positions` are positions, u and v of the mixer's `inputs`."""
-        segment_BLD, gain_and_bias = hidden_BLD, []
-        if self._norms_inputs:
-            # Memory holds the residual stream, so it passes the norm with its current parameters.
-            segment_BLD = self.attention_norm(hidden_BLD)
-            if memory_BMD.shape[1]:
-                memory_BMD, *gain_and_bias = self.attention_norm(memory_BMD, apart=True)
         attended_BLD = self.mixer(
-            segment_BLD,
+            hidden_BLD,
             memory_BMD,
             *positions,
-            *gain_and_bias,
+            norm=self.input_norm,
             visibility=visibility,
             dropout=dropout,
-            compiles=self.compiles,
         )
         completed = compiled_if(self.compiles, ResidualLayer._completed)
         return completed(self, hidden_BLD, attended_BLD, dropout)

@@ -80,6 +80,7 @@ class TransformerXL(nn.Module):
         layers = [new_layer(config, layer, attention_kernel) for layer in range(config.num_layers)]
         for layer in layers:
             layer.compiles = compiles
+            layer.mixer.compiles = compiles
             layer.mixer.recomputes_scores = recomputes_scores
         self.layers = nn.ModuleList(layers)
         self.content_bias: nn.Parameter | None = None  # u, r_w_bias
@@ -93,6 +94,7 @@ class TransformerXL(nn.Module):
         if positions.adds_bias and has_rows:
             self.distance_bias = DistanceBias(config)
         self.head = AdaptiveSoftmax(config, self.embedding, logits_chunk_tokens)
+        self.head.compiles = compiles
         self.compressions: nn.ModuleList | None = None
         if config.compressed_length:
             self.compressions = nn.ModuleList(

@@ -128,7 +128,8 @@ def resources_of(wanted: str) -> Resources:
     if wanted.startswith(DROPOUT):
         return compiled_dropout(int(wanted.rpartition(":")[2]))[1]
     kernel, head_width, capability, *options = wanted.split(":")
-    tile = getattr(built_in_tiles(int(head_width), divmod(int(capability), 10)), kernel)
+    tiles = built_in_tiles(int(head_width), divmod(int(capability), 10), is_timed=not options)
+    tile = getattr(tiles, kernel)
     chosen: dict[str, Any] = {}
     for name in options[0].split(",") if options else ():
         chosen |= OPTIONS[name]

@@ -42,13 +42,10 @@ def between_attentions(model: ModelConfig, layer: RowsLayer, rows: int = LENGTH)
     if is_relative:
         shape = (model.num_heads, model.head_width)
         biases = [torch.zeros(shape, requires_grad=True) for _ in range(2)]
-    segment_BLD, apart = hidden_BLD, []
-    if layer.input_norm is not None:
-        segment_BLD = layer.input_norm(hidden_BLD)
-        memory_BMD, *apart = layer.input_norm(memory_BMD, apart=True)
     read = compiled_if(layer.compiles, RelativeAttention.inputs)
     query_BLNH, parts, terms = read(
-        *(layer.mixer, segment_BLD, memory_BMD, positions_CX, *biases, *apart),
+        *(layer.mixer, hidden_BLD, memory_BMD, positions_CX, *biases),
+        norm=layer.input_norm,
         visibility=visibility,
     )
     completed = compiled_if(layer.compiles, ResidualLayer._completed)

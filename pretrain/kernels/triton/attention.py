@@ -413,7 +413,8 @@ def fused_relative_attention(
         device, capability = query_BLNH.device, (9, 0)  # for the interpreter any with tiles
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
-        tiles = tiles_for(query_BLNH.shape[-1], capability)
+        is_timed = position_CNH is not None and not dropout
+        tiles = tiles_for(query_BLNH.shape[-1], capability, is_timed)
     options = Options(
         window=UNLIMITED if max_distance is None else min(max_distance, UNLIMITED),
         first_keys_BL=first_keys_BL,

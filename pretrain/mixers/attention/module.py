@@ -14,7 +14,7 @@ from pretrain.config.model import POSITIONS, AttentionKernel, ModelConfig
 from pretrain.model.attention_backends import ScoreTerms, WeightDropout, backend_for
 from pretrain.model.compiled import compiled_if, recomputed_if
 from pretrain.model.dropout import DropoutStream, Site, drop
-from pretrain.model.parameters import RMSNorm, constant, normal, zeros
+from pretrain.model.parameters import Norm, RMSNorm, constant, normal, zeros
 from pretrain.model.positions import rotated_BXNH
 from pretrain.model.visibility import Visibility
 
@@ -41,6 +41,7 @@ class RelativeAttention(nn.Module):
         self._kernel: AttentionKernel = kernel
         # Selective checkpointing: the backward pass computes the scores again.
         self.recomputes_scores = False
+        self.compiles = False
         self._positions = POSITIONS[config.positions]
         self._head_width = config.head_width
         self._config = config
@@ -67,17 +68,17 @@ class RelativeAttention(nn.Module):
     def forward(
         self,
         *tensors: Tensor | None,
+        norm: Norm | None,
         visibility: Visibility,
         dropout: DropoutStream | None,
-        compiles: bool = False,
     ) -> Tensor:
         """Return the attended values [B, L, D] for the arguments of `inputs`.
 
         Arguments are positional, so that ZeRO-3 keeps weights among them until they have gradients.
         """
         # The class' function, not the bound one: it is compiled once for all layers.
-        query_BLNH, parts, terms = compiled_if(compiles, RelativeAttention.inputs)(
-            self, *tensors, visibility=visibility
+        query_BLNH, parts, terms = compiled_if(self.compiles, RelativeAttention.inputs)(
+            self, *tensors, norm=norm, visibility=visibility
         )
         return self.read(query_BLNH, parts, terms, visibility=visibility, dropout=dropout)
 
@@ -88,25 +89,27 @@ class RelativeAttention(nn.Module):
         positions_CX: Tensor,
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
-        memory_gain_D: Tensor | None = None,
-        memory_bias_D: Tensor | None = None,
         *,
+        norm: Norm | None,
         visibility: Visibility,
     ) -> tuple[Tensor, list[Tensor], ScoreTerms]:
         """Return queries, keys and values of memory and segment, and terms, as `read` takes them.
 
         `positions_CX` are encodings of width D (relative) or H (rope), or biases per head (alibi,
-        t5). `memory_gain_D` and `memory_bias_D` belong to a norm that memory has passed without
-        them.
+        t5). Segment and memory, which holds the residual stream, pass `norm` first.
         """
+        weight, bias = self.key_value_weight, None
+        if norm is not None:
+            segment_BLD = norm(segment_BLD)
+            if memory_BMD.shape[1]:
+                # Gain and bias act on the weights. If they acted on memory's rows, their gradients
+                # would need the product that yields a gradient of the rows.
+                memory_BMD, gain_D, bias_D = norm(memory_BMD, apart=True)
+                bias = None if bias_D is None else torch.mv(weight, bias_D)
+                weight = weight if gain_D is None else weight * gain_D
         # Memory and segment are projected separately: memory needs no query and mostly no gradient.
         parts = [self._key_values(segment_BLD, self.key_value_weight)]
         if memory_BMD.shape[1]:
-            # Gain and bias act on the weights. If they acted on memory's rows, their gradients
-            # would need the product that yields a gradient of the rows.
-            weight = self.key_value_weight
-            bias = None if memory_bias_D is None else torch.mv(weight, memory_bias_D)
-            weight = weight if memory_gain_D is None else weight * memory_gain_D
             parts.insert(0, self._key_values(memory_BMD, weight, bias))
         if self.key_norm is not None or self._positions.rotates:  # all rows in one pass
             joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -4,6 +4,8 @@ Letters of shapes as in `pretrain.model`; X is the width of a head's values, Y t
 queries, keys and values.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
@@ -11,7 +13,7 @@ from torch.nn.functional import linear, silu
 from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.mixers.deltanet.delta_rule import DeltaInputs, delta_rule, delta_rule_for, normalized
 from pretrain.mixers.deltanet.facts import TAPS, widths_of
-from pretrain.model.compiled import recomputed_if
+from pretrain.model.compiled import compiled_if, recomputed_if
 from pretrain.model.parameters import RMSNorm, normal
 from pretrain.model.recurrent_parts import convolved, decay_parameters, sigmoid, softplus, tail_of
 
@@ -41,6 +43,7 @@ class GatedDeltaNet(nn.Module):
         self._largest_write = config.mixer_settings(self.kind).largest_write
         # Selective checkpointing: the backward pass computes products between tokens again.
         self.recomputes_scores = False
+        self.compiles = False
         heads, width, std = config.num_heads, config.d_model, config.matrix_init_std
         keys, values = widths.keys, widths.values
         self.query_weight = normal(keys, width, std=std)
@@ -63,6 +66,26 @@ class GatedDeltaNet(nn.Module):
         The tail is what the convolution still reads of the last three tokens. With
         `documents_BL` (0: of the token before the segment) no token reads an earlier document.
         """
+        compiled = functools.partial(compiled_if, self.compiles)
+        where = (segment_BLD.device, segment_BLD.dtype)
+        rule = delta_rule_for(self._kernel, self._config, self.kind, *where)
+        rows_BXY, gate_BLX, inputs = compiled(type(self)._projected)(
+            self, segment_BLD, tail_BXY, documents_BL, is_normalized=rule is delta_rule
+        )
+        state_BNHX = state_BNHX.to(inputs.write_BLN.dtype)
+        rule = compiled(rule) if rule is delta_rule else rule
+        read_BLNX, state_BNHX = recomputed_if(self.recomputes_scores, rule)(inputs, state_BNHX)
+        output_BLD = compiled(type(self)._output)(self, read_BLNX, gate_BLX)
+        return output_BLD, state_BNHX, tail_of(rows_BXY, TAPS - 1, documents_BL)
+
+    def _projected(
+        self,
+        segment_BLD: Tensor,
+        tail_BXY: Tensor,
+        documents_BL: Tensor | None,
+        is_normalized: bool,
+    ) -> tuple[Tensor, Tensor, DeltaInputs]:
+        """Return the rows that the convolution reads, the output's gate, and the rule's inputs."""
         # One product for all: in one of few columns, as for gates, rounding depends on the lanes.
         weights = (self.query_weight, self.key_weight, self.value_weight)
         weights += (self.decay_weight, self.write_weight)
@@ -72,17 +95,12 @@ class GatedDeltaNet(nn.Module):
         rows_BXY = torch.cat([tail_BXY, new_BLY], dim=1)
         mixed_BLY = silu(convolved(rows_BXY, self.convolution_weight, documents_BL))
         inputs = self._delta_inputs(mixed_BLY, decay_BLN, write_BLN, documents_BL)
-        where = (segment_BLD.device, segment_BLD.dtype)
-        rule = delta_rule_for(self._kernel, self._config, self.kind, *where)
-        if rule is delta_rule:
-            inputs = normalized(inputs)
-        state_BNHX = state_BNHX.to(inputs.write_BLN.dtype)
-        rule = recomputed_if(self.recomputes_scores, rule)
-        read_BLNX, state_BNHX = rule(inputs, state_BNHX)
-        normed_BLX = self.output_norm(read_BLNX.to(segment_BLD.dtype)).flatten(2)
-        gate_BLX = self.activate_gate(linear(segment_BLD, self.gate_weight))
-        output_BLD = linear(normed_BLX * gate_BLX, self.output_weight)
-        return output_BLD, state_BNHX, tail_of(rows_BXY, TAPS - 1, documents_BL)
+        gate_BLX = linear(segment_BLD, self.gate_weight)
+        return rows_BXY, gate_BLX, normalized(inputs) if is_normalized else inputs
+
+    def _output(self, read_BLNX: Tensor, gate_BLX: Tensor) -> Tensor:
+        normed_BLX = self.output_norm(read_BLNX.to(gate_BLX.dtype)).flatten(2)
+        return linear(normed_BLX * self.activate_gate(gate_BLX), self.output_weight)
 
     def _delta_inputs(
         self, mixed_BLY: Tensor, decay_BLN: Tensor, write_BLN: Tensor, documents_BL: Tensor | None

@@ -5,6 +5,8 @@ channels of all values, keys and queries; in `state_space` Z is the number of ch
 tokens of one (Y x Y: queries, keys).
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
@@ -13,7 +15,7 @@ from pretrain.config.mixer import chunks_of
 from pretrain.config.model import AttentionKernel, ModelConfig
 from pretrain.mixers.deltanet.facts import CHUNK, TAPS
 from pretrain.mixers.mamba2.facts import EXPANSION, widths_of_states
-from pretrain.model.compiled import recomputed_if
+from pretrain.model.compiled import compiled_if, recomputed_if
 from pretrain.model.parameters import RMSNorm, normal
 from pretrain.model.recurrent_parts import (
     chunk_decays,
@@ -42,6 +44,7 @@ class Mamba2(nn.Module):
         self._widths = widths = widths_of_states(config)
         # Selective checkpointing: the backward pass computes products between tokens again.
         self.recomputes_scores = False
+        self.compiles = False
         width, std = config.d_model, config.matrix_init_std
         heads, values, keys = EXPANSION * config.num_heads, widths.values, widths.keys
         self.value_weight = normal(values, width, std=std)
@@ -68,6 +71,22 @@ class Mamba2(nn.Module):
         The tail is what the convolution still reads of the last three tokens. With
         `documents_BL` (0: of the token before the segment) no token reads an earlier document.
         """
+        compiled = functools.partial(compiled_if, self.compiles)
+        rows_BXY, gate_BLY, value_BLNX, *inputs = compiled(Mamba2._projected)(
+            self, segment_BLD, tail_BXY, documents_BL
+        )
+        space = recomputed_if(self.recomputes_scores, compiled(state_space))
+        read_BLNX, state_BNHX = space(*inputs, documents_BL, state_BNHX.to(value_BLNX.dtype))
+        output_BLD = compiled(Mamba2._output)(self, read_BLNX, value_BLNX, gate_BLY)
+        return output_BLD, state_BNHX, tail_of(rows_BXY, TAPS - 1, documents_BL)
+
+    def _projected(
+        self, segment_BLD: Tensor, tail_BXY: Tensor, documents_BL: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return the rows that the convolution reads, the gate, values, and `state_space`'s inputs.
+
+        The last are queries, keys, values times steps, and the logarithms of decays.
+        """
         # One product for all: in one of few columns, as for steps, rounding depends on the lanes.
         weights = (self.value_weight, self.key_weight, self.query_weight, self.step_weight)
         projected_BLX, widths = linear(segment_BLD, torch.cat(weights)), self._widths
@@ -85,13 +104,12 @@ class Mamba2(nn.Module):
         step_BLN = softplus(step_BLN.to(exact) + self.step_bias.to(exact))
         log_decay_BLN = -self.decay_rate.to(exact).exp() * step_BLN
         inputs = (query_BLGH, key_BLGH, value_BLNX * step_BLN[..., None], log_decay_BLN)
-        inputs += (documents_BL, state_BNHX.to(exact))
-        read_BLNX, state_BNHX = recomputed_if(self.recomputes_scores, state_space)(*inputs)
-        read_BLNX = read_BLNX + self.skip.to(exact) * value_BLNX
-        gate_BLY = silu(linear(segment_BLD, self.gate_weight))
-        normed_BLY = self.output_norm(read_BLNX.to(segment_BLD.dtype).flatten(2) * gate_BLY)
-        output_BLD = linear(normed_BLY, self.output_weight)
-        return output_BLD, state_BNHX, tail_of(rows_BXY, TAPS - 1, documents_BL)
+        return rows_BXY, linear(segment_BLD, self.gate_weight), value_BLNX, *inputs
+
+    def _output(self, read_BLNX: Tensor, value_BLNX: Tensor, gate_BLY: Tensor) -> Tensor:
+        read_BLNX = read_BLNX + self.skip.to(read_BLNX.dtype) * value_BLNX
+        normed_BLY = self.output_norm(read_BLNX.to(gate_BLY.dtype).flatten(2) * silu(gate_BLY))
+        return linear(normed_BLY, self.output_weight)
 
 
 def state_space(
