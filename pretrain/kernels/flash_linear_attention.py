@@ -11,11 +11,14 @@ import hashlib
 import importlib
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 VERSION = "0.6.0"  # of fla-core, which contains the kernels
 CHUNK_TOKENS = 64
+HOPPER = 9  # compute capability
+WRONG_ON_HOPPER = ((3, 4, 0), (3, 7, 1))  # Triton's versions from the first on, before the second
 _CHUNK_FWD = "fla.ops.gated_delta_rule.chunk_fwd"
 _DELTA_H = "fla.ops.common.chunk_delta_h"
 # Module and kernel -> its blocks, warps and stages.
@@ -44,7 +47,27 @@ def missing_package() -> str:
         return "flash-linear-attention is not installed here; pip install fla-core==" + VERSION
     if version != VERSION:
         return f"found fla-core {version}, expected {VERSION}, whose configurations are known"
-    return ""
+    return _wrong_triton()
+
+
+def _wrong_triton() -> str:
+    """Return why the package refuses the installed Triton on this GPU; empty if it does not.
+
+    https://github.com/fla-org/flash-linear-attention/issues/640
+    """
+    import torch
+
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == HOPPER):
+        return ""
+    installed = importlib.metadata.version("triton")
+    version = tuple(int(number) for number in re.findall(r"\d+", installed)[:3])
+    if not WRONG_ON_HOPPER[0] <= version < WRONG_ON_HOPPER[1]:
+        return ""
+    first, fixed = (".".join(map(str, each)) for each in WRONG_ON_HOPPER)
+    return (
+        f"found Triton {installed}, which from {first} on computes wrong gradients on Hopper GPUs; "
+        f"expected {fixed} or later"
+    )
 
 
 def fingerprint() -> str:
