@@ -70,7 +70,7 @@ def backend_for(
         case Attention.TILES:
             return tiled_attention
         case Attention.SDPA:
-            return sdpa_attention
+            return functools.partial(sdpa_attention, is_bitwise=kernel != "atomic")
         case Attention.FUSED:
             return functools.partial(fused_attention, is_bitwise=kernel != "atomic")
         case Attention.PLAIN:
@@ -85,8 +85,12 @@ def sdpa_attention(
     terms: ScoreTerms,
     visibility: Visibility,
     dropout: WeightDropout,
+    is_bitwise: bool = True,
 ) -> Tensor:
-    """Attend with torch's kernels: on a GPU FlashAttention, which accepts no tensor as a mask."""
+    """Attend with torch's kernels: on a GPU FlashAttention, which accepts no tensor as a mask.
+
+    Not `is_bitwise`, torch may take cuDNN's, which are faster on some GPUs.
+    """
     from torch.nn.attention.bias import causal_lower_right  # loads Triton's language
 
     assert all(tensor is None for tensor in vars(terms).values())
@@ -100,8 +104,15 @@ def sdpa_attention(
     if H % 8:
         inputs = [pad(tensor, (0, -H % 8)) for tensor in inputs]
     query, key, value = inputs
+    grouped, memory = key_BCGH.shape[2] < N, visibility.num_keys - visibility.num_queries
+    if not is_bitwise and memory <= visibility.num_queries:
+        # cuDNN knows no segment after a memory: memory gets queries, whose results are dropped.
+        query = pad(query, (0, 0, memory, 0))
+        read_BNCH = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=H**-0.5, enable_gqa=grouped
+        )
+        return read_BNCH[:, :, memory:, :H].transpose(1, 2)
     mask = causal_lower_right(visibility.num_queries, visibility.num_keys)
-    grouped = key_BCGH.shape[2] < N
     # Memory-efficient attention cannot group queries with this mask; cuDNN sums in varying order.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         read_BNLH = scaled_dot_product_attention(
