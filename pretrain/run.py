@@ -476,7 +476,7 @@ def build_engine(config: RunConfig, world: World, draws: bool = True) -> Engine:
         engine.activation_checkpointing,
         engine.attention_kernel,
         engine.logits_chunk_tokens,
-        engine.compile,
+        engine.compiles,
     )
     if config.model.adopted:
         build = partial(build_adopted, config.model)

@@ -109,7 +109,7 @@ class GptTrainer(Scorer):
     def __init__(self, run: RunConfig, corpus: Path, world: World) -> None:
         torch.manual_seed(run.seed)
         self.run, self.world = run, world
-        self.module = GPT(run.model, run.engine.compile).to(world.device)
+        self.module = GPT(run.model, run.engine.compiles).to(world.device)
         self.batches: Iterator[SegmentBatch] = lane_stream(run, corpus)
         optim, self._step = run.optim, 0
         self._optimizer = torch.optim.AdamW(

@@ -17,6 +17,7 @@ from pretrain.config.model import (
     POSITIONS,
     ActivationCheckpointing,
     AttentionKernel,
+    CompileSetting,
     EngineKind,
     ModelConfig,
     Precision,
@@ -42,8 +43,8 @@ class EngineConfig:
     """Keep memories of inactive slots in host memory."""
     attention_kernel: AttentionKernel = "auto"
     """auto: fastest with sums in fixed order; atomic: any order; sdpa: torch's; plain: textbook."""
-    compile: bool = False
-    """In training, compile all between attentions; rounds differently; not tried on a GPU."""
+    compile: CompileSetting = "auto"
+    """In training, compile all between attentions, which rounds differently; auto: if a GPU can."""
     logits_chunk_tokens: int = setting(0, Range(0, MOST), unit="tokens")
     """Tokens per pass through the output layer, which the backward pass repeats; 0: all."""
     micro_batch_lanes: int = setting(0, Range(0, MOST_LANES), unit="lanes")
@@ -79,6 +80,11 @@ class EngineConfig:
     def number_format(self) -> Precision:
         """The precision; fp32, a CPU's, while no device has decided about `auto`."""
         return "fp32" if self.precision == "auto" else self.precision
+
+    @property
+    def compiles(self) -> bool:
+        """Whether training runs compiled; not while no device has decided about `auto`."""
+        return self.compile is True
 
 
 class Attention(Enum):

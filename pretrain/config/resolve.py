@@ -82,9 +82,15 @@ def _with_size(config: RunConfig, vocab_size: int) -> RunConfig:
 
 
 def with_precision(config: RunConfig, best: Precision) -> RunConfig:
-    """Return the run with `best`, the best precision of its device, instead of `auto`."""
-    precision = best if config.engine.precision == "auto" else config.engine.precision
-    return replace(config, engine=replace(config.engine, precision=precision))
+    """Return the run with `best`, the best precision of its device, instead of `auto`.
+
+    This decides about `engine.compile`, too: bf16 is the best of GPUs that the compiler knows.
+    """
+    precision, compiles = config.engine.precision, config.engine.compile
+    precision = best if precision == "auto" else precision
+    if compiles == "auto":
+        compiles = best == "bf16" and config.compiles_if_possible
+    return replace(config, engine=replace(config.engine, precision=precision, compile=compiles))
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

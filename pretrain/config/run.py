@@ -27,6 +27,7 @@ from pretrain.config.model import ModelConfig, OptimizerName, ScheduleShape
 from pretrain.config.other_names import OTHER_NAMES
 
 MOST_SEGMENTS = 4096
+MOST_COMPILED_LENGTHS = 8  # of rows, by default: each takes ten seconds or more
 LEAST_SCORED_TOKENS = 100_000  # scored at least by the last evaluation, whose losses tables quote
 # Settings and sections that a resume may not change -> why.
 _FIXED = {
@@ -350,8 +351,7 @@ class RunConfig:
         check_attention(self.engine, self.model)
         if self.model.adopted:
             self._check_adopted()
-        has_segments = self.engine.zero_stage > 2 and self.optim.gradient_segments > 1
-        if self.engine.compile and (self.model.dropout or has_segments):
+        if self.engine.compiles and not self._is_compilable:
             raise ConfigError(
                 "engine.compile=true needs model.dropout=0, found "
                 f"{self.model.dropout:g}, and with engine.zero_stage=3 optim.gradient_segments=1, "
@@ -368,7 +368,7 @@ class RunConfig:
         if self.initial_weights is None:
             raise ConfigError("model.adopted needs initial_weights, its directory of Hugging Face")
         used = {
-            "engine.compile": self.engine.compile,
+            "engine.compile": self.engine.compiles,
             "engine.logits_chunk_tokens": self.engine.logits_chunk_tokens,
             "engine.activation_checkpointing": self.engine.activation_checkpointing != "none",
         }
@@ -379,6 +379,19 @@ class RunConfig:
                 f"optim.gradient_segments={self.optim.gradient_segments} of an adopted model needs "
                 "engine.zero_stage of 2 or less, found 3"
             )
+
+    @property
+    def _is_compilable(self) -> bool:
+        has_segments = self.engine.zero_stage > 2 and self.optim.gradient_segments > 1
+        return not (self.model.dropout or has_segments)
+
+    @property
+    def compiles_if_possible(self) -> bool:
+        """Whether a GPU compiles this run unless told otherwise: each length of a memory that fills
+        is compiled anew, so few.
+        """
+        lengths = 1 + -(-self.model.longest_memory // self.data.segment_length)
+        return self._is_compilable and not self.model.adopted and lengths <= MOST_COMPILED_LENGTHS
 
     @property
     def lane_tokens_per_step(self) -> int:

@@ -257,7 +257,7 @@ class DeepSpeedEngine(ModelEngine):
             module, initial = build_sharded(
                 build, lambda parameter: zero._convert_to_zero_parameters([parameter]), dtype, world
             )
-            for layer in module.layers if run.engine.compile or run.model.adopted else ():
+            for layer in module.layers if run.engine.compiles or run.model.adopted else ():
                 # Gather the layer as a whole: compiled code cannot run hooks of inner modules, and
                 # layers of others read parameters of modules that they do not call.
                 deepspeed.utils.set_z3_leaf_module(layer, True)

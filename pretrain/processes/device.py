@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import MutableMapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from torch.utils import deterministic
 
 from foundation.errors import DataError
 from foundation.ownership import private_directory
-from pretrain.config.engine import Attention, attention_in
-from pretrain.config.model import Precision, PrecisionSetting
+from pretrain.config.engine import Attention, EngineConfig, attention_in
+from pretrain.config.model import Precision
 from pretrain.config.resolve import with_precision
 from pretrain.config.run import RunConfig
 from pretrain.distributed.collectives import any_rank, broadcast_value, raise_on_all_ranks
@@ -86,26 +87,30 @@ def check_tiles(config: RunConfig, device: torch.device) -> None:
 
 
 def with_precision_of_run(config: RunConfig, directory: Path, world: World) -> RunConfig:
-    """Return the settings with a precision instead of `auto`. A collective.
+    """Return the settings with a precision, and compiled or not, instead of `auto`. A collective.
 
-    A run that exists keeps its recorded precision on any device: to round otherwise from some step
-    on is the user's decision. A new one gets bf16 if every rank's device has it.
+    A run that exists keeps what it has recorded on any device: to round otherwise from some step on
+    is the user's decision. A new one gets bf16 if every rank's device has it.
     """
     best: Precision = "fp32" if any_rank(not has_bf16(world.device)) else "bf16"
-    recorded: PrecisionSetting = "auto"
+    recorded = EngineConfig()
     with raise_on_all_ranks():  # settings that cannot be read are every rank's error
         if world.is_main and RunDir(directory).exists():
-            recorded = RunDir.open(directory).config.engine.precision
-    recorded = broadcast_value(recorded, str)
-    kept = best if recorded == "auto" else recorded
-    resolved = with_precision(config, kept)
-    if world.is_main and resolved != config and kept != best:
-        logger.info(
-            "engine.precision=auto: %s, as the run has it, although %s suits this device",
-            kept,
-            best,
-        )
-    return resolved
+            recorded = RunDir.open(directory).config.engine
+    recorded = broadcast_value(recorded, EngineConfig)
+    asked = config.engine
+    if asked.compile == "auto":
+        config = replace(config, engine=replace(asked, compile=recorded.compile))
+    if asked.precision == "auto" and recorded.precision not in ("auto", best):
+        engine = replace(config.engine, precision=recorded.precision)
+        config = replace(config, engine=engine)
+        if world.is_main:
+            logger.info(
+                "engine.precision=auto: %s, as the run has it, although %s suits this device",
+                recorded.precision,
+                best,
+            )
+    return with_precision(config, best)
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,30 @@ def test_auto_is_fp32_on_a_cpu_or_what_a_run_has_recorded(world, tmp_path, caplo
         ("run", "fp32", "fp32"),  # a change that the user asks for is logged by the directory
     ):
         with caplog.at_level(logging.INFO):
-            assert with_precision_of_run(run_in(given), tmp_path / name, world) == run_in(precision)
+            resolved = with_precision_of_run(run_in(given), tmp_path / name, world)
+            assert resolved == run_in(precision, compile=False)
         assert ("bf16" in caplog.text) == ((name, given) == ("run", "auto"))
         caplog.clear()
+
+
+def test_a_gpu_compiles_a_new_run_if_it_can_and_an_old_one_stays(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "has_bf16", lambda _: True)
+    for name, compiles in (("eager", False), ("compiled", True)):
+        RunDir.create(tmp_path / name, run_in("bf16", compile=compiles))
+    dropping, long = ModelConfig(dropout=0.1), ModelConfig(dropout=0.0, memory_length=100_000)
+    for name, asked, model, expected in (
+        ("new", "auto", ModelConfig(dropout=0.0), True),
+        ("new", False, ModelConfig(dropout=0.0), False),
+        ("new", "auto", dropping, False),
+        ("new", "auto", long, False),
+        ("new", True, long, True),
+        ("eager", "auto", ModelConfig(dropout=0.0), False),
+        ("eager", True, ModelConfig(dropout=0.0), True),
+        ("compiled", "auto", ModelConfig(dropout=0.0), True),
+    ):
+        run = replace(run_in("auto", compile=asked), model=model)
+        resolved = with_precision_of_run(run, tmp_path / name, world)
+        assert resolved.engine.compile is expected, (name, asked, model)
 
 
 @pytest.mark.parametrize(
