@@ -338,7 +338,7 @@ def value_text(value: Any) -> str:
 def _type_of(hint: Any) -> str:
     items, origin = get_args(hint), get_origin(hint)
     if origin is Literal:
-        *others, last = ['""' if item == "" else str(item) for item in items]
+        *others, last = map(value_text, items)
         return f"{', '.join(others)} or {last}"
     if origin is tuple:
         has_plural = items[0] is not bool and get_origin(items[0]) is not Literal

@@ -41,6 +41,7 @@ from pretrain.kernels.triton.tiling import (
 SIZES, WARPS, STAGES = (32, 64, 128), (2, 4, 8), (1, 2, 3)
 ROWS_PER_WARP = 16  # of a tensor-core instruction: more warps would repeat each other's work
 ROUNDS, COMPILERS = 7, 12
+BROKEN = ("AcceleratorError", "RuntimeError: Triton Error [CUDA]")  # no later kernel would run
 DRY_SHAPE, DRY_TILE = Shape(B=1, L=16, M=16, N=1, H=16, G=1), Tile(16, 16, warps=1)
 SEARCHED = (SHAPES[0], SHAPES[2])  # one of each head width
 
@@ -63,8 +64,9 @@ def run(context: Context) -> None:
         tried = [each for shape in SEARCHED for each in candidates(shape)]
         compile_all(tried)
     rows: list[dict[str, Any]] = []
+    measured = rows_of(tried, context)
     for (shape, kernel), group in itertools.groupby(tried, lambda each: (each.shape, each.kernel)):
-        found = [row_of(candidate, context) for candidate in group]
+        found = [next(measured) for _ in group]
         rows += found
         write_table(context.out / TABLE.name, rows)
         timed_rows = [row for row in found if "seconds" in row]
@@ -110,6 +112,21 @@ def _compile(candidate: Candidate) -> None:
         works_of(candidate, torch.device("cuda"), torch.bfloat16)[0]()
     except Exception as error:  # too much shared memory, or a compiler's refusal
         print(f"{candidate}: {error}", flush=True)
+
+
+def rows_of(tried: list[Candidate], context: Context) -> Iterator[dict[str, Any]]:
+    """Yield the row of each candidate, timed in another process: a wrong access ends its device."""
+    if context.is_dry:
+        yield from (row_of(candidate, context) for candidate in tried)
+        return
+    left = list(tried)
+    while left:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            refused = ""
+            while left and not refused.startswith(BROKEN):
+                row = pool.submit(row_of, left.pop(0), context).result()
+                refused = row.get("refused", "")
+                yield row
 
 
 def row_of(candidate: Candidate, context: Context) -> dict[str, Any]:

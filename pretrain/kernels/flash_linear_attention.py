@@ -63,7 +63,7 @@ def _wrong_triton() -> str:
     version = tuple(int(number) for number in re.findall(r"\d+", installed)[:3])
     if not WRONG_ON_HOPPER[0] <= version < WRONG_ON_HOPPER[1]:
         return ""
-    first, fixed = (".".join(map(str, each)) for each in WRONG_ON_HOPPER)
+    first, fixed = (".".join(map(str, numbers)) for numbers in WRONG_ON_HOPPER)
     return (
         f"found Triton {installed}, which from {first} on computes wrong gradients on Hopper GPUs; "
         f"expected {fixed} or later"
