@@ -68,7 +68,7 @@ class RelativeAttention(nn.Module):
     def forward(
         self,
         *tensors: Tensor | None,
-        norm: Norm | None,
+        norm: Norm | None = None,
         visibility: Visibility,
         dropout: DropoutStream | None,
     ) -> Tensor:
@@ -90,7 +90,7 @@ class RelativeAttention(nn.Module):
         content_bias_NH: Tensor | None,
         position_bias_NH: Tensor | None,
         *,
-        norm: Norm | None,
+        norm: Norm | None = None,
         visibility: Visibility,
     ) -> tuple[Tensor, list[Tensor], ScoreTerms]:
         """Return queries, keys and values of memory and segment, and terms, as `read` takes them.

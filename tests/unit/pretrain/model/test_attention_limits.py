@@ -23,6 +23,7 @@ from pretrain.config.model import (
     Positions,
 )
 from pretrain.config.run import EngineConfig, ModelConfig, OptimConfig, RunConfig
+from pretrain.kernels import flash_linear_attention
 from pretrain.kernels.triton.tiling import built_in_tiles
 from pretrain.mixers.deltanet import facts
 from pretrain.model.attention_backends import (
@@ -218,6 +219,24 @@ def test_its_backward_pass_is_strict_where_operations_without_an_order_only_warn
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("rows", [0, 3, 5, 6, 7])
+def test_sums_in_any_order_are_of_the_same_keys(rows):
+    # Up to as many rows as queries, memory gets queries of its own, whose results are dropped.
+    query_BLNH = torch.randn(2, 6, 4, 16, dtype=torch.float64, requires_grad=True)
+    parts = [torch.randn(2, rows + 6, 2, 2, 16, dtype=torch.float64, requires_grad=True)]
+    sizes = {"num_queries": 6, "num_keys": rows + 6, "device": query_BLNH.device}
+    inputs = (query_BLNH, parts, ScoreTerms(), Visibility(dtype=torch.float64, **sizes))
+    expected, found = (
+        sdpa_attention(*inputs, WeightDropout(0.0, 0, None), is_bitwise=is_bitwise)
+        for is_bitwise in (True, False)
+    )
+    torch.testing.assert_close(found, expected)
+    leaves, gradient = (query_BLNH, *parts), torch.randn_like(expected)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each, leaves, gradient) for each in (found, expected))
+    )
+
+
 def test_the_page_has_the_table():
     page = (Path(__file__).parents[4] / "docs/model.md").read_text()
     section = page.split("## Attention kernels")[1].split("\n## ")[0]
@@ -225,3 +244,33 @@ def test_the_page_has_the_table():
     rows = re.findall(rf"^\| `?([^|`]+)`? \|{answer * 2}$", section, re.MULTILINE)
     limits = [(each.option, each.sdpa or each.flash, each.fused) for each in LIMITS]
     assert [(option, *(word == "no" for word in words)) for option, *words in rows] == limits
+
+
+@pytest.mark.parametrize(
+    ("major", "triton", "refused"),
+    [
+        (9, "3.6.0", True),
+        (9, "3.4.0+git1", True),
+        (9, "3.7.0", True),
+        (9, "3.3.1", False),
+        (9, "3.7.1", False),
+        (9, "3.10.0", False),
+        (8, "3.6.0", False),
+        (10, "3.6.0", False),
+    ],
+)
+def test_a_triton_that_fla_refuses_on_hopper_is_the_reason_for_plain_operations(
+    monkeypatch, major, triton, refused
+):
+    versions = {"fla-core": flash_linear_attention.VERSION, "triton": triton}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    flash_linear_attention.missing_package.cache_clear()
+    try:
+        config = replace(TINY, layer_kinds=("deltanet",))
+        uses, reason = facts.fla_here("auto", config, "deltanet", on_gpu=True, is_half=True)
+    finally:
+        flash_linear_attention.missing_package.cache_clear()
+    assert uses != refused
+    assert (f"found Triton {triton}" in reason) == refused
