@@ -12,7 +12,8 @@ every number that is worse, and then `make check` fails. Tests count the slow on
   documents are isolated. `operations` of torch, without views, and `launches` of our kernels are
   what a layer adds to each pass. They and `peak_gib` of weights, gradients and activations in bf16
   are counted on the `meta` device while LANES lanes train.
-* `compiled_layer`: operations between attentions, both passes, without and with `engine.compile`.
+* `compiled_layer`: operations of a layer but for attention itself, both passes, without and with
+  `engine.compile`.
 * `reductions`: how often the host waits, how many collectives there are and what a rank sends in a
   backward pass of each ZeRO stage, counted with few ranks and computed for many (reductions.py).
 * `engines`: values that the host waits for in a step, by package, and the bytes that ranks send,
@@ -302,13 +303,14 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def compiled_layer() -> dict[str, int]:
-    """Return the operations between attentions of a layer, eager and with `engine.compile`."""
+def compiled_layer() -> dict[str, dict[str, int]]:
+    """Return the operations of layers, eager and with `engine.compile`."""
     config = runs()[COMPILED].model
     small = replace(config, d_model=64, num_heads=4, d_head=16, d_inner=128, memory_length=8)
     if config.key_heads < config.num_heads:
         small = replace(small, num_key_heads=2)
-    return num_operations(small)
+    kinds = ("attention", "deltanet")
+    return {kind: num_operations(replace(small, layer_kinds=(kind,))) for kind in kinds}
 
 
 def measured_engines() -> dict[str, Any]:
@@ -356,9 +358,10 @@ def markdown(table: Mapping[str, Any]) -> str:
     for name, row in sorted(table["engines"].items()):
         sent = f"{row['sent']:.2f}" if "sent" in row else "-"
         engines.append([name, f"{row['pretrain']}", f"{row['deepspeed']}", sent])
-    layers = [["layer of", "operations between attentions", "with `engine.compile`"]]
-    counts = table["compiled_layer"]
-    layers.append([f"`{COMPILED}`", f"{counts['eager']}", f"{counts['compiled']}"])
+    layers = [[f"layer of `{COMPILED}`", "operations", "with `engine.compile`"]]
+    for kind, counts in table["compiled_layer"].items():
+        name = "Gated DeltaNet in its place" if kind == "deltanet" else "all between attentions"
+        layers.append([name, f"{counts['eager']}", f"{counts['compiled']}"])
     many = sorted(table["reductions_of_many_ranks"].items(), key=lambda each: int(each[0]))
     computed = [f"{ranks}, `{COMPILED}`" for ranks, _ in many]
     reductions = [["ranks", *map(str, RANKS), *computed]]

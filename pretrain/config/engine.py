@@ -24,6 +24,9 @@ from pretrain.config.model import (
     PrecisionSetting,
 )
 
+# Logits whose losses are computed together, in float32; a CPU's fit into the cache.
+BLOCK_LOGITS, BLOCK_LOGITS_OF_GPU = 1 << 18, 1 << 24
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:

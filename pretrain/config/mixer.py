@@ -93,6 +93,7 @@ class LayerBytes(NamedTuple):
     repeated: float = 0.0  # of these, what selective checkpointing computes again
     working: float = 0.0  # during the backward pass only
     workspace: float = 0.0  # of these, what fused kernels pass to each other
+    inner: float = 0.0  # of those kept, the feed-forward part's
 
 
 class Mixer:

@@ -50,7 +50,7 @@ def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) ->
     model = model_in_words(config)
     lines = [
         f"{config.name}: {counted(hardware.world_size, 'rank')} ({hardware.name}), "
-        f"{engine.sharding}, {precision}, "
+        f"{engine.sharding}, {precision}, {'compiled, ' if engine.compiles else ''}"
         f"activation checkpointing {engine.activation_checkpointing}",
         model,
         *_model_lines(config),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from foundation.errors import ConfigError
+from pretrain.config.engine import BLOCK_LOGITS, BLOCK_LOGITS_OF_GPU
 from pretrain.config.lane_parts import lane_parts
 from pretrain.config.mixer import LayerBytes, SegmentSize, activation_bytes, mixer_facts
 from pretrain.config.model import FEED_FORWARDS, ModelConfig
@@ -38,8 +39,6 @@ from pretrain.costs.flops import (
 from pretrain.costs.hardware import GIB
 
 MASTER_BYTES = 4
-# Logits, their float32 softmax, its gradient; for z-loss also another softmax and a gradient sum.
-LOGIT_COPIES, LOGIT_COPIES_OF_Z_LOSS = 3, 5
 # Fewest elements of a bucket: on most networks, summing fewer takes as long.
 SMALLEST_BUCKET = 1 << 22
 COPIED = 500_000_000  # most elements that stages 0 and 1 copy at a time, to sum them
@@ -200,9 +199,12 @@ class Footprint:
         pass_rows = pass_tokens(self.run, self.world_size)
         rows = min(self.run.engine.logits_chunk_tokens or pass_rows, pass_rows)
         bins = vocabulary_bins(self.run.model)
-        copies = LOGIT_COPIES_OF_Z_LOSS if self.run.model.z_loss else LOGIT_COPIES
-        logits = copies * MASTER_BYTES * rows * (bins[0][0] + len(bins) - 1)
-        if rows < pass_rows and self._weight_bytes == 2:  # gradients are summed in float32
+        count = rows * (bins[0][0] + len(bins) - 1)
+        copies, block = 1, BLOCK_LOGITS_OF_GPU if self.on_gpu else BLOCK_LOGITS
+        if self.run.engine.compiles and self.on_gpu and len(bins) == 1:
+            copies, block = 2, 0  # one loop makes the gradient
+        logits = copies * self._weight_bytes * count + 2 * MASTER_BYTES * min(block, count)
+        if rows < pass_rows:  # gradients are summed apart, in float32
             logits += MASTER_BYTES * sum(size * (width + 1) for size, width in bins)
         return logits
 
@@ -254,8 +256,12 @@ class Footprint:
         """The most bytes that the backward pass of a layer needs besides what is kept."""
         kind = self.run.engine.activation_checkpointing
         of_segment = sum(layer.kept for layer in self._layers) if kind == "segments" else 0.0
-        working = max(layer.kept * (kind == "full") + layer.working for layer in self._layers)
-        return of_segment + working
+        if kind != "full":
+            return of_segment + max(layer.working for layer in self._layers)
+        # All of a layer comes again. Its feed-forward part is done and gone before its mixer's.
+        return max(
+            layer.kept + max(layer.inner, layer.working - 2 * layer.inner) for layer in self._layers
+        )
 
 
 def largest_footprint(run: RunConfig, world_size: int, on_gpu: bool = False) -> Footprint:
@@ -325,12 +331,12 @@ def layer_bytes(run: RunConfig, lanes: int, on_gpu: bool, kind: str, memory: int
         elements += 2 * tokens * d * (not on_gpu)
     traits = FEED_FORWARDS[model.feed_forward]
     is_kept_twice = has_dropout and not traits.drops_first
-    elements += tokens * model.inner_width * (traits.inner_tensors + is_kept_twice)
+    inner = width * tokens * model.inner_width * (traits.inner_tensors + is_kept_twice)
     # Dropout's masks, a byte per element; a GPU draws them again in the backward pass.
     masks = 0 if on_gpu else tokens * (2 * d + model.inner_width) * has_dropout
-    mixed, rows = mixer.kept_bytes(model, run.engine, segment, on_gpu), width * elements
+    mixed, rows = mixer.kept_bytes(model, run.engine, segment, on_gpu), width * elements + inner
     kept, working = rows + mixed.kept + masks, rows + mixed.working
-    return LayerBytes(kept, mixed.repeated, working, mixed.workspace)
+    return LayerBytes(kept, mixed.repeated, working, mixed.workspace, inner)
 
 
 def sharding_stage(run: RunConfig) -> int:

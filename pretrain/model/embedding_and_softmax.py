@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
+from torch.nn.functional import embedding, linear, log_softmax
 
 from pretrain.config.model import ModelConfig
-from pretrain.model.compiled import compiled_if, recomputed_if
+from pretrain.model.compiled import recomputed_if
 from pretrain.model.parameters import normal, zeros
-
-_NO_TARGET = -(2**63)  # no target has this `ignore_index`; torch's, -100, could hide a wrong one
+from pretrain.model.token_losses import at_least_float32, token_losses
 
 
 class GradientSums:
@@ -132,28 +131,6 @@ class Embedding(nn.Module):
         return vectors
 
 
-def at_least_float32(logits: Tensor) -> Tensor:
-    """Return the logits in the precision of the loss: float32, or float64 if they have it."""
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def with_gradient_of(loss: Tensor, other: Tensor) -> Tensor:
-    """Return `loss` with the gradient of `loss + other`: losses stay comparable to the last bit."""
-    return loss + (other - other.detach())
-
-
-def token_losses(logits_TV: Tensor, targets_T: Tensor, z_loss: float) -> Tensor:
-    """Return the NLL [T]; z-loss (Chowdhery et al. 2022) acts in the gradient only.
-
-    It draws the logarithm of the softmax's normalizer, log(sum(exp(logits))), towards zero.
-    """
-    logits_TV = at_least_float32(logits_TV)
-    nll_T = cross_entropy(logits_TV, targets_T, ignore_index=_NO_TARGET, reduction="none")
-    if not z_loss:
-        return nll_T
-    return with_gradient_of(nll_T, z_loss * logits_TV.logsumexp(1).square())
-
-
 class OutputBin(nn.Module):
     """Logits [T, V + clusters] of one bin; the weight is the embedding's parameter if tied."""
 
@@ -252,8 +229,7 @@ class AdaptiveSoftmax(nn.Module):
     def _cross_entropy(self, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
         # Tails have other numbers of tokens in each batch.
         compiles = self.compiles and len(self._ranges) == 1
-        z_loss = self._z_loss if torch.is_grad_enabled() else 0.0
-        return compiled_if(compiles, token_losses)(logits_TV, targets_T, z_loss)
+        return token_losses(logits_TV, targets_T, self._z_loss, compiles)
 
     def _log_probabilities(self, hidden_TD: Tensor) -> Tensor:
         head = log_softmax(at_least_float32(self.bins[0](hidden_TD)), dim=1)

@@ -14,7 +14,7 @@ from foundation.errors import ConfigError
 from pretrain.config.model import POSITIONS, ActivationCheckpointing, AttentionKernel, ModelConfig
 from pretrain.model.compiled import recomputed_if
 from pretrain.model.dropout import DropoutStream, Site, drop
-from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding, with_gradient_of
+from pretrain.model.embedding_and_softmax import AdaptiveSoftmax, Embedding
 from pretrain.model.layer import new_layer
 from pretrain.model.memory import (
     Carried,
@@ -31,6 +31,7 @@ from pretrain.model.memory import (
 from pretrain.model.memory_modules import Compression, MemoryTokens, documents_with_tokens
 from pretrain.model.parameters import normal
 from pretrain.model.positions import DistanceBias, RelativePositions, Stretch
+from pretrain.model.token_losses import with_gradient_of
 from pretrain.model.visibility import SegmentKeys
 
 

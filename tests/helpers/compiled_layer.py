@@ -1,5 +1,6 @@
 """How many operations a layer runs around attention, and what `engine.compile` leaves of them."""
 
+import functools
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from pretrain.config.model import POSITIONS
 from pretrain.config.run import ModelConfig
 from pretrain.mixers.attention.module import RelativeAttention
 from pretrain.model.compiled import compiled_if
-from pretrain.model.layer import ResidualLayer, RowsLayer, new_layer
+from pretrain.model.layer import ResidualLayer, RowsLayer, StateLayer, new_layer
 from pretrain.model.visibility import Visibility
 
 LANES, LENGTH = 2, 8
@@ -55,17 +56,29 @@ def between_attentions(model: ModelConfig, layer: RowsLayer, rows: int = LENGTH)
         torch.cat([each.flatten() for each in ends]).sum().backward()
 
 
+def whole_layer(model: ModelConfig, layer: StateLayer) -> None:
+    """Run a layer with states forward and backward."""
+    hidden_BLD = torch.randn(LANES, LENGTH, model.d_model, requires_grad=True)
+    carried = [torch.zeros(LANES, *part.shape) for part in model.mixer(0).states(model)]
+    layer(hidden_BLD, *carried, None, dropout=None)[0].sum().backward()
+
+
 def num_operations(model: ModelConfig) -> dict[str, int]:
-    """Return how many operations there are between two attentions, eager and compiled."""
+    """Return how many operations a layer has, but for attention itself, eager and compiled."""
     from torch._inductor import config as inductor  # late: it takes as long as torch itself
 
-    layer = layers_of(model)[0]
+    layer = new_layer(model, 0, "auto")
+    if isinstance(layer, RowsLayer):
+        work = functools.partial(between_attentions, model, layer)
+    else:
+        work = functools.partial(whole_layer, model, layer)
     result = {}
-    for name, layer.compiles in (("eager", False), ("compiled", True)):
+    for name, compiles in (("eager", False), ("compiled", True)):
+        layer.compiles = layer.mixer.compiles = compiles
         with inductor.patch({"cpp.enable_kernel_profile": True}):
-            between_attentions(model, layer)
+            work()
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                between_attentions(model, layer)
+                work()
         leaves = [event.name for event in profiler.events() or () if not event.cpu_children]
         named = [leaf for leaf in leaves if leaf.startswith("aten::") or "cpp_fused" in leaf]
         result[name] = sum(leaf not in IDLE for leaf in named)
