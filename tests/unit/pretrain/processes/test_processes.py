@@ -385,7 +385,10 @@ def test_a_start_on_other_hosts_is_another_environment_of_nccl(
 def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(monkeypatch):
     torch.set_num_threads(3)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
     set_threads_of_rank()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "5", "the user's"
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
     assert torch.get_num_threads() == 3, "torch has read the variable itself"
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -393,6 +396,7 @@ def test_a_rank_takes_the_threads_of_its_environment_else_its_part_of_the_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     set_threads_of_rank()
     assert torch.get_num_threads() == 2
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "2"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     set_threads_of_rank()
     assert torch.get_num_threads() == 1, "bound to one core"
