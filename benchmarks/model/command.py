@@ -10,6 +10,7 @@ from benchmarks.measure import Benchmark, Section, add_report_arguments, machine
 from benchmarks.model.attention import attention_comparisons
 from benchmarks.model.checkpoints import restart_times, save_comparison
 from benchmarks.model.evaluation import evaluation_comparisons
+from benchmarks.model.generation import generation_comparisons
 from benchmarks.model.training import cost_growth, training_comparisons
 from benchmarks.model.yardsticks import yardstick_comparisons
 from pretrain.costs.throughput import measured_matmul_peak
@@ -39,6 +40,7 @@ def benchmarks(peak: float) -> list[Benchmark]:
         *evaluation_comparisons(),
         *training_comparisons(peak),
         *yardstick_comparisons(),
+        *generation_comparisons(),
         save_comparison(),
         Section("growth of the cost of a token", cost_growth),
         Section("restart to first step", restart_times),

@@ -60,7 +60,7 @@ def yardstick_comparisons() -> list[Comparison]:
         _comparison(
             "8M hybrid over transformers' Qwen3-Next",
             TRANSFORMERS_GOAL,
-            lambda: _with_adamw(_Qwen3Next(_model("8M", 256, HYBRID))),
+            lambda: _with_adamw(Qwen3Next(_model("8M", 256, HYBRID))),
             lambda: _ours(_model("8M", 256, HYBRID)),
             256,
             context=3 * 256,
@@ -144,7 +144,7 @@ def _with_adamw(module: nn.Module) -> TrainingStep:
     return step
 
 
-class _Qwen3Next(nn.Module):
+class Qwen3Next(nn.Module):
     """The class of transformers in the hybrid's shape, dense, with tied embeddings."""
 
     def __init__(self, model: ModelConfig) -> None:
