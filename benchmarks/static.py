@@ -337,11 +337,12 @@ def with_table(page: str, table: Mapping[str, Any]) -> str:
 
 def markdown(table: Mapping[str, Any]) -> str:
     """Return the table as the page shows it."""
-    header = ["model", "attention", *(f"utilization, lanes: {lanes}" for lanes in LANE_COUNTS)]
+    counts_of_lanes = LANE_COUNTS[1:]  # one lane fills no device
+    header = ["model", "attention", *(f"utilization, lanes: {lanes}" for lanes in counts_of_lanes)]
     models: dict[tuple[str, ...], list[str]] = {}  # a row's numbers -> the models that have them
     for name, run in runs().items():
         row, kernels = table["models"][name], kernel_names(run.model)
-        utilized = [row["utilization"][f"{lanes}"] for lanes in LANE_COUNTS]
+        utilized = [row["utilization"][f"{lanes}"] for lanes in counts_of_lanes]
         resources = [table["kernels"][each] for each in kernels.values()]
         numbers = (
             row["attention"],
