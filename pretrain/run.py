@@ -461,7 +461,7 @@ def set_threads_of_rank() -> None:
     cores = max(1, (os.cpu_count() or 1) // ranks_on_this_node())
     cores = min(cores, len(os.sched_getaffinity(0)))
     set_threads(0 if "OMP_NUM_THREADS" in os.environ else cores)
-    # Processes of torch's compiler; each rank would start as many as there are cores, up to 32.
+    # Processes of torch's compiler, which otherwise takes all cores for each rank.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(cores))
 
 
