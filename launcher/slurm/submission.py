@@ -17,9 +17,8 @@ from launcher.slurm.sbatch import (
     render,
     replaced_snapshot,
 )
-from launcher.supervisor import is_done_already
 from pretrain.config.cluster import load_cluster
-from pretrain.config.resolve import with_vocabulary
+from pretrain.config.resolve import with_absolute_paths, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.rundir.events import Submitted
 from pretrain.rundir.history import last_event
@@ -88,8 +87,10 @@ def submit_again(
             "submit it again: launcher submit EXPERIMENT --cluster CLUSTER "
             f"--run-dir {run_dir.path}"
         )
-    if overrides and is_done_already(run_dir, config, from_step, overrides):
-        raise ConfigError(f"{run_dir.path} is done; give it more optim.steps")
+    if overrides and run_dir.exists():
+        from pretrain.rundir.trained_data import refuse_other_data  # loads numpy
+
+        refuse_other_data(run_dir, with_absolute_paths(config))
     cluster, slurm = load_cluster(snapshot.cluster), Slurm()
     check_references(cluster)
     with run_dir.locked("submit"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.corpora.corpus_identity import VALIDATION, split_hash, tokenizer_of
 from launcher.cli import main
 from launcher.commands.cancel import _way_back
 from launcher.run_state import RunState
@@ -30,6 +31,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.full_disk import full_disk
 from tests.helpers.jobs import fake_commands, job_of, listed
 from tests.helpers.metrics import train_line
@@ -235,3 +237,19 @@ def test_a_moved_or_copied_slurm_run_is_not_resumed_in_the_old_place(canceled, t
     Snapshot(copy).script.unlink()
     assert main(["resume", str(copy)]) == 2
     assert str(copy) in capsys.readouterr().err
+
+
+def test_a_job_on_other_data_is_refused_before_it_is_queued(
+    canceled, tmp_path, monkeypatch, capsys
+):
+    fake_commands(tmp_path, monkeypatch, squeue=SQUEUE, sbatch="echo 2")
+    monkeypatch.setenv("WORK_DIR", "/home/me")  # of another's job 1
+    first, other = (make_tiny_corpus(tmp_path / f"c{seed}", seed=seed) for seed in (1, 2))
+    tokenizer, validation = tokenizer_of(first).fingerprint, split_hash(first, VALIDATION)
+    began = TrainingBegan(step=0, world_size=1, tokenizer=tokenizer, validation=validation)
+    canceled.ledger.append(began)
+    resumed = ["resume", str(canceled.path)]
+    assert main([*resumed, f"data.path={other}"]) == 2
+    assert f"validation split of {other} has the hash" in capsys.readouterr().err
+    assert main([*resumed, f"data.path={first}"]) == 0
+    assert capsys.readouterr().out.startswith("job 2 ")
