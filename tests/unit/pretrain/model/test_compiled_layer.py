@@ -1,6 +1,7 @@
 """What `engine.compile` compiles: all layers share the code. static.json has what it saves."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from foundation.errors import ConfigError
 from pretrain.config.run import ModelConfig
 from pretrain.model import compiled
+from pretrain.model.transformer_xl import TransformerXL
 from pretrain.model.visibility import SegmentKeys
 from tests.helpers.compiled_layer import between_attentions, layers_of
 
@@ -45,6 +47,36 @@ def test_more_shapes_than_are_compiled_are_an_error(monkeypatch: pytest.MonkeyPa
     between_attentions(MODERN, layer, rows=3)
     with pytest.raises(ConfigError, match=r"engine\.compile"):
         between_attentions(MODERN, layer, rows=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"isolate_documents": True},
+        {"isolate_documents": True, "layer_kinds": ("deltanet", "mamba2")},
+        {"layer_kinds": ("kda", "attention"), "z_loss": 0.1},
+        {"memory_tokens": 2, "positions": "relative", "cutoffs": (20, 40)},
+        {"softmax_scaling": "log_length", "norm": "layernorm", "compressed_length": 4},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_a_compiled_model_computes_what_it_does_eagerly(options: dict[str, Any]) -> None:
+    config = replace(MODERN, **options)
+    losses, gradients = [], []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        module, memory, nll_BL = TransformerXL(config, compiles=compiles), None, torch.empty(0)
+        for tokens_BL in torch.randint(64, (3, 2, 17)).unbind():  # memory fills meanwhile
+            starts_BL = (torch.arange(16) == 5).expand(2, 16)
+            nll_BL, memory = module(
+                tokens_BL[:, :-1], tokens_BL[:, 1:], memory, starts_BL, num_segments=2
+            )
+            nll_BL.mean().backward()
+        losses.append(nll_BL)
+        gradients.append({name: each.grad for name, each in module.named_parameters()})
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
 def test_layers_with_the_same_keys_count_the_visible_ones_once() -> None:
