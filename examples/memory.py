@@ -16,6 +16,8 @@ import torch
 from data_pipeline import Corpus
 from pretrain import load_trained
 
+if len(sys.argv) < 3:
+    sys.exit("usage: python examples/memory.py RUN CORPUS [PICTURE]")
 RUN, CORPUS = sys.argv[1:3]
 PICTURE = Path(sys.argv[3] if sys.argv[3:] else "memory.png")
 TOKENS = 100_000

@@ -4,16 +4,17 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.cli import add_overrides
+from foundation.cli import add_overrides, as_overrides
 from foundation.errors import ConfigError
-from foundation.settings import load_config
+from foundation.settings import differences, load_config
+from foundation.typed_values import to_tree
 from launcher.local_run import train_here
 from launcher.run_state import read_states
 from launcher.slurm.sbatch import Snapshot
 from launcher.slurm.submission import submit_again
 from launcher.supervisor import is_complete
 from pretrain.checkpoint.facts import add_from_step
-from pretrain.config.run import RunConfig
+from pretrain.config.run import OF_RATE, RunConfig
 from pretrain.rundir.events import Submitted
 from pretrain.rundir.history import last_event
 from pretrain.rundir.ownership import refuse_foreign_run
@@ -34,9 +35,25 @@ def run(arguments: argparse.Namespace) -> int:
     return resume(arguments.run, arguments.from_step, arguments.overrides)
 
 
+def gives_rate(override: str) -> bool:
+    """Return whether an override has a part of the rate's course: rate, schedule or steps."""
+    return override.startswith(OF_RATE)
+
+
+def course_at(run_dir: RunDir, step: int) -> list[str]:
+    """Return the overrides that give the run the course of its rate that it had at a step.
+
+    What is given with an older step changes that course, and not a later one.
+    """
+    later = differences(*map(to_tree, (run_dir.config, run_dir.settings_at(step))))
+    return [as_overrides({name: then}) for name, (_, then) in later.items() if gives_rate(name)]
+
+
 def resume(path: Path, from_step: int | None = None, overrides: Sequence[str] = ()) -> int:
     """Continue the run in this directory, from this step if one is given, with these settings."""
     (state,) = read_states([path])
+    if from_step is not None and any(map(gives_rate, overrides)):
+        overrides = [*course_at(RunDir(path), from_step), *overrides]
     steps_are_made = state.is_done and is_complete(
         RunDir(path), load_config(RunConfig, path / "config.yaml", overrides)
     )

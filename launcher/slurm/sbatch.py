@@ -469,9 +469,17 @@ def missing_notes(config: RunConfig) -> list[str]:
     for name, path in config.evaluation.sets.items():
         split = "finished split of a corpus"
         read.append((f"evaluation.sets.{name}", evaluated_split(Path(path)), MANIFEST_NAME, split))
+    missing = [
+        (name, kind, path)
+        for name, path, needed, kind in read
+        if url_of(path) is None and not os.path.isfile(path / needed)
+    ]
+    if config.initial_weights:
+        text = str(config.initial_weights)
+        source = Path(text.rpartition("@")[0] or text)
+        missing += [("initial_weights", "run or export", source)] * (not source.exists())
     return [
         f"warning: {name}: found no {kind} at {path} on this host; the run is refused when its job "
         "starts, unless the nodes see it there: build it, or correct the path"
-        for name, path, needed, kind in read
-        if url_of(path) is None and not os.path.isfile(path / needed)
+        for name, kind, path in missing
     ]

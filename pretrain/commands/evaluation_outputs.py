@@ -256,6 +256,11 @@ def _probes(arguments: argparse.Namespace, path: Path, scorer: TrainedScorer) ->
         directory /= path.name
     elif not arguments.output and is_export(path):
         raise ConfigError(f"{path} is an export, which is never changed; give --output DIR")
+    elif not arguments.output and (arguments.data or run_step(path).step is not None):
+        raise ConfigError(
+            f"{path}: tables take {directory / PROBES} as the run's latest step on its own corpus; "
+            "give --output DIR for another"
+        )
     tokenizer = load_tokenizer(trained, corpus.directory.parent if corpus else None)
     with Console(stderr=True).status(f"{path}: probes") as status:  # shown only on a terminal
         results = run_probes(

@@ -123,7 +123,11 @@ class Footprint:
     @property
     def disk(self) -> float:
         """Bytes of the checkpoints that are kept, and of the one being written."""
-        return (self.run.checkpoint.keep_last + 1) * self.checkpoint
+        checkpoint, steps = self.run.checkpoint, self.run.optim.steps
+        kept = checkpoint.keep_last + (
+            steps // checkpoint.keep_every if checkpoint.keep_every else 0
+        )
+        return (kept + 1) * self.checkpoint
 
     @cached_property
     def _parameters(self) -> Parameters:

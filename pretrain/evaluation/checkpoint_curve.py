@@ -42,14 +42,22 @@ def unscored_steps(run_dir: RunDir, seconds: float = POLL_SECONDS) -> Iterator[i
             time.sleep(seconds)
 
 
+def _tokens(values: Mapping[str, Any]) -> int:
+    """Return the tokens of the scored text."""
+    return sum(tokens for _, tokens in values.get(PARTS) or ())
+
+
 def write_point(run_dir: RunDir, step: int, values: Mapping[str, Any]) -> None:
     """Add a measured checkpoint to the run's files; the latest line of a step counts."""
     line = {"kind": "evaluation", "step": step, "time": time.time(), **values}
     append_whole(run_dir.evaluations, f"{json_text(line)}\n".encode())
-    text = f"{sum(tokens for _, tokens in values[PARTS])}-tokens"  # a curve has losses of one text
-    board = TensorBoard(run_dir.tensorboard.with_name(f"tensorboard-checkpoints-{text}"), step)
-    board.append([line])
+    rows, tokens = run_dir.read_evaluations(), _tokens(values)
+    directory = run_dir.tensorboard.with_name(f"tensorboard-checkpoints-{tokens}-tokens")
+    # Written whole: in a file that goes on, an earlier step would take back the later ones.
+    before, board = list(directory.glob("events.*")), TensorBoard(directory, 0)
+    board.append([row for row in rows if _tokens(row) == tokens])  # a curve has losses of one text
     board.close()
-    rows = run_dir.read_evaluations()
+    for path in before:
+        path.unlink(missing_ok=True)
     names = dict.fromkeys(name for row in rows for name in row if name not in ("kind", PARTS))
     write_csv(run_dir.evaluations.with_suffix(".csv"), list(names), rows)

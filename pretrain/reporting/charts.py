@@ -227,18 +227,28 @@ def drawn_values(figure: Figure) -> list[dict[str, Any]]:
     rows = []
     for axes in figure.axes:
         series = [(str(line.get_label()), line.get_xydata()) for line in axes.lines]
+        unnamed = str(axes.get_ylabel() or axes.get_title()).replace("\n", " ")
         for shape in axes.collections:
             offsets = np.asarray(shape.get_offsets())
             outlines = [path.vertices for path in shape.get_paths()]
             curves = [offsets] if len(offsets) > 1 else outlines
             series += [(str(shape.get_label()), np.asarray(curve)) for curve in curves]
         for name, points in series:
+            # matplotlib's own names begin with an underscore.
+            shown = unnamed if name.startswith("_") else name.replace("\n", " ")
             rows += [
-                {"series": name.removeprefix("_"), "x": f"{x:.8g}", "y": f"{y:.8g}"}
+                {"series": shown, "x": _as_ticked(axes.xaxis, x), "y": _as_ticked(axes.yaxis, y)}
                 for x, y in np.asarray(points, float)
                 if math.isfinite(x) and math.isfinite(y)
             ]
     return rows
+
+
+def _as_ticked(axis: Any, value: float) -> str:
+    """Return a coordinate, or the text of its tick where ticks have texts of their own."""
+    texts = getattr(axis.get_major_formatter(), "seq", ())
+    named = dict(zip(axis.get_majorticklocs(), texts, strict=False))
+    return str(named.get(value, "")) or f"{value:.8g}"
 
 
 def run_panels(history: History) -> list[Panel]:

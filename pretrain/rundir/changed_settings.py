@@ -53,6 +53,12 @@ def describe_rate(held: RunConfig, after: RunConfig, step: int) -> str:
     return f"learning rate of step {step + 1}: {rate:.3g}, {times}{last:.3g}"
 
 
+def describe_course(held: RunConfig, after: RunConfig) -> str:
+    """Return how the schedule differs from the one of the last update; '' if it does not."""
+    last, now = held.optim.schedule.shape, after.optim.schedule.shape
+    return "" if last == now else f"; the schedule is {now}, for the last update it was {last}"
+
+
 def lower_rate(run: RunConfig, directory: Path, from_step: int | None = None) -> str:
     """Return the advice to resume the run with half its learning rate, as a command."""
     asked = "" if from_step is None else f" --from-step {from_step}"
@@ -63,7 +69,12 @@ def lower_rate(run: RunConfig, directory: Path, from_step: int | None = None) ->
 def _steep_rise(held: RunConfig, after: RunConfig, step: int) -> str:
     """Return why more steps alone are refused; '' if they hardly raise the learning rate."""
     last, planned = (learning_rate_at(held.optim, number) for number in (max(0, step - 1), step))
-    if not step or learning_rate_at(after.optim, step) <= LARGEST_RISE * max(last, planned):
+    is_over = step >= after.optim.steps  # a finished run makes no next step
+    if (
+        not step
+        or is_over
+        or learning_rate_at(after.optim, step) <= LARGEST_RISE * max(last, planned)
+    ):
         return ""
     return (
         f"{describe_rate(held, after, step)}; give the rate that it shall have, such as "

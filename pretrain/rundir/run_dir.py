@@ -35,6 +35,7 @@ from foundation.files import (
 from foundation.settings import differences, load_config, parse_config
 from foundation.typed_values import Line, from_tree, to_tree
 from foundation.yaml_files import dump_yaml
+from pretrain.checkpoint.directory import step_directory
 from pretrain.checkpoint.facts import Past
 from pretrain.checkpoint.storage_retry import StorageRetry, with_retries
 from pretrain.checkpoint.verify import latest_step, steps_that_count
@@ -42,7 +43,7 @@ from pretrain.config.phases import settings_at
 from pretrain.config.run import RunConfig
 from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, list_attempts
-from pretrain.rundir.changed_settings import describe_rate, refused_changes
+from pretrain.rundir.changed_settings import describe_course, describe_rate, refused_changes
 from pretrain.rundir.events import Event, Forecast, ResumeFrom, SettingsChanged, TrainingBegan
 from pretrain.rundir.forecast import check_subject
 from pretrain.rundir.history import (
@@ -161,7 +162,7 @@ class RunDir:
                 logger.info("changed setting  %s: %s -> %s", key, old, new)
             self.ledger.append(SettingsChanged(changes=changes, step=step, run_settings=settings))
             if rate := describe_rate(held, self.settings_at(step), step):
-                logger.warning(rate)
+                logger.warning(rate + describe_course(held, self.settings_at(step)))
         if read_text(self.config_file) != (text := dump_yaml(settings)):
             write_text(self.config_file, text, mode=0o600)
 
@@ -229,7 +230,8 @@ class RunDir:
             raise ConfigError(f"{self.path} holds no run yet; start it without --from-step")
         past, steps = self.past(), [0, *steps_that_count(self.checkpoints)]
         is_elsewhere = step > 0 and (past.stores or self.config.checkpoint.local)
-        if step not in (*steps, *past.saved) and not is_elsewhere:
+        is_kept = step in past.saved and step_directory(self.checkpoints, step).is_dir()
+        if step not in steps and not is_kept and not is_elsewhere:
             near = sorted(steps, key=lambda other: abs(other - step))[:2]
             advice = f"give --from-step {' or '.join(map(str, sorted(near)))}"
             raise ConfigError(f"{self.path} has no checkpoint of step {step}; {advice}")
@@ -309,7 +311,7 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} holds the run {self.identity.name!r} with other settings:\n  "
                 + "\n  ".join(f"{key}: {change}" for key, change in refused.items())
-                + "\nuse its settings to resume it; for another run: "
+                + "\nresume it with its settings, or say what shall change; for another run: "
                 f"pretrain branch {self.path}@last NEW, or name=NEW for 'launcher local'"
             )
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_pipeline.config import MixturePart
 from data_pipeline.corpora.manifest import read_manifest
@@ -166,7 +167,17 @@ def test_kept_checkpoints_are_scored_by_another_job(places, tmp_path, capsys):
     assert [line["loss"] for line in read_history(run_dir.path).evaluations] == pytest.approx(
         [point["loss"] for point in points]
     )
-    assert len(list(run_dir.path.glob("tensorboard-checkpoints-*-tokens/*"))) == 4, "one per text"
+    files = sorted(run_dir.path.glob("tensorboard-checkpoints-*-tokens/*"))
+    assert len(files) == 2, "one per text"
+    assert main(["evaluate", f"{run}@2", "--json"]) == 0
+    (curve,) = {path.parent for path in files if "-600-" not in path.parent.name}
+    events = EventAccumulator(str(curve)).Reload()
+    tags = events.Tags()["scalars"]
+    assert tags
+    for tag in tags:
+        steps = [event.step for event in events.Scalars(tag)]
+        assert steps == [2, 4], "an earlier step does not take back a later one"
+    capsys.readouterr()
     written = run_dir.evaluations.read_bytes()
     assert main(["evaluate", run, "--follow"]) == 0
     assert run_dir.evaluations.read_bytes() == written, "nothing is scored twice"

@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from data_pipeline.corpora.corpus_identity import VALIDATION, split_hash, tokenizer_of
+from foundation.errors import ConfigError
 from launcher.cli import main
 from launcher.commands.cancel import _way_back
+from launcher.commands.resume import course_at
 from launcher.run_state import RunState
 from launcher.run_status import State
 from launcher.slurm.sbatch import Snapshot, is_script_of, render
@@ -23,6 +26,7 @@ from pretrain.rundir.events import (
     Canceled,
     JobStarted,
     Outcome,
+    Published,
     Requested,
     Submitted,
     TrainingBegan,
@@ -253,3 +257,24 @@ def test_a_job_on_other_data_is_refused_before_it_is_queued(
     assert f"validation split of {other} has the hash" in capsys.readouterr().err
     assert main([*resumed, f"data.path={first}"]) == 0
     assert capsys.readouterr().out.startswith("job 2 ")
+
+
+def test_a_rate_at_an_older_step_changes_the_course_that_the_run_had_there(run_dir):
+    first = run_dir.config.optim
+    later = replace(first, steps=2 * first.steps, schedule=replace(first.schedule, shape="wsd"))
+    run_dir.change_settings(replace(run_dir.config, optim=later), first.steps)
+    assert course_at(run_dir, 2 * first.steps) == []
+    assert set(course_at(run_dir, first.steps // 2)) == {
+        f"optim.steps={first.steps}", f"optim.schedule.shape={first.schedule.shape}"
+    }  # fmt: skip
+
+
+def test_a_step_whose_checkpoint_is_pruned_is_refused_before_an_attempt(run_dir):
+    for step in (10, 20):
+        published = Published(step=step, attempt="a")
+        run_dir.ledger.append(published)
+    publish_step(run_dir.checkpoints, 20)
+    events = len(run_dir.ledger.read())
+    with pytest.raises(ConfigError, match="no checkpoint of step 10; give --from-step 0 or 20"):
+        run_dir.ask_to_resume_from(10)
+    assert len(run_dir.ledger.read()) == events
