@@ -16,14 +16,14 @@ _OF_BYTES = {
 _OF_COUNTS = {**_COUNTS, **_BINARY}
 _LONGEST = 40  # characters of a number; Python refuses integers of thousands of digits
 _LIKE_A_SIZE = re.compile(r"\d[\d_.,]{0,40}\s?[A-Za-z]{1,20}")
-_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s?([A-Za-z]*)", re.ASCII)
+_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:e\d{1,2})?)\s?([A-Za-z]*)", re.ASCII)
 
 
 def parse_size(text: str, unit: str) -> int | float | None:
     """Return the number that `text` stands for, or None if it is not a number with a prefix.
 
     k or K, M, B or G, and T are powers of 1,000; Ki, Mi, Gi and Ti of 1,024. Where the unit is
-    bytes, B stands for them: `2GB`, `2GiB`.
+    bytes, B stands for them: `2GB`, `2GiB`. An exponent may be there: `1e9`.
     """
     match = _SIZE.fullmatch(text.strip())
     factors = _OF_BYTES if unit == BYTES else _OF_COUNTS

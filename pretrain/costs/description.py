@@ -35,6 +35,11 @@ from pretrain.terminal.text import counted, si, step_time
 LAUNCH_BOUND_SECONDS = 0.01
 
 
+def _device_name(hardware: Hardware) -> str:
+    memory = f" with {hardware.device.memory / 1e9:,.0f} GB" if hardware.on_gpu else ""
+    return hardware.name + memory
+
+
 def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) -> Answer:
     """Return the description; its values are in bytes, seconds and FLOPs."""
     setting = config.engine.precision
@@ -49,7 +54,7 @@ def describe(config: RunConfig, hardware: Hardware, mfu: float | None = None) ->
     footprint = largest_footprint(config, hardware.world_size, hardware.on_gpu)
     model = model_in_words(config)
     lines = [
-        f"{config.name}: {counted(hardware.world_size, 'rank')} ({hardware.name}), "
+        f"{config.name}: {counted(hardware.world_size, 'rank')} ({_device_name(hardware)}), "
         f"{engine.sharding}, {precision}, {'compiled, ' if engine.compiles else ''}"
         f"activation checkpointing {engine.activation_checkpointing}",
         model,

@@ -249,5 +249,8 @@ def with_steps(run: RunConfig, steps: int) -> RunConfig:
     return replace(
         run,
         optim=replace(run.optim, steps=steps, schedule=schedule),
-        checkpoint=replace(run.checkpoint, interval=max(1, steps // SAVES)),
+        # What shall be kept has to be saved.
+        checkpoint=replace(
+            run.checkpoint, interval=run.checkpoint.keep_every or max(1, steps // SAVES)
+        ),
     )

@@ -145,7 +145,7 @@ def _model_of_export(export: Path) -> tuple[ModelConfig, str]:
     if kind != HUGGING_FACE_TYPE:
         raise CheckpointError(
             f"{export} has the model_type {shown(kind)} of Hugging Face, expected an export of "
-            "this project: weights of another family cannot start a run"
+            "this project; 'pretrain adopt' trains hybrids of other families on"
         )
     settings = {
         field.name: tree[field.name]

@@ -81,7 +81,7 @@ def test_time_follows_from_the_peak_of_the_precision(capsys, gpu, precision, pea
     flops = token_flops(config.model, config.data.segment_length, config.data.lanes).training
     speed = float(re.search(r"([\d,]+) tokens/s", said)[1].replace(",", ""))
     assert speed == pytest.approx(0.5 * peak / flops, rel=0.01, abs=1)
-    assert f": 1 rank ({gpu})" in said.splitlines()[0]
+    assert f": 1 rank ({gpu}" in said.splitlines()[0]
 
 
 def test_plain_torch_shards_nothing(capsys):
@@ -182,7 +182,7 @@ def test_a_run_directory_is_described_as_its_experiment(tmp_path, capsys):
     on_gpus = ["--cluster", str(CLUSTERS / "8xh100.yaml"), "--nodes", "2"]
     for more in ([], ["engine.precision=bf16", "data.lanes=32", *on_gpus]):
         expected = said_of(capsys, experiment, "optim.steps=30", *more)
-        assert ("16 ranks (H100)" in expected) == bool(more)
+        assert ("16 ranks (H100 with 80 GB)" in expected) == bool(more)
         assert said_of(capsys, str(tmp_path / "run"), "optim.steps=30", *more) == expected
     assert main(["describe", str(tmp_path)]) == 2
     assert "run.json" in capsys.readouterr().err
