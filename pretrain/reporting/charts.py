@@ -227,15 +227,15 @@ def drawn_values(figure: Figure) -> list[dict[str, Any]]:
     rows = []
     for axes in figure.axes:
         series = [(str(line.get_label()), line.get_xydata()) for line in axes.lines]
-        unnamed = str(axes.get_ylabel() or axes.get_title()).replace("\n", " ")
+        axis = str(axes.get_ylabel() or axes.get_title()).partition(",")[0].replace("\n", " ")
         for shape in axes.collections:
             offsets = np.asarray(shape.get_offsets())
             outlines = [path.vertices for path in shape.get_paths()]
             curves = [offsets] if len(offsets) > 1 else outlines
             series += [(str(shape.get_label()), np.asarray(curve)) for curve in curves]
-        for name, points in series:
+        for number, (name, points) in enumerate(series, start=1):
             # matplotlib's own names begin with an underscore.
-            shown = unnamed if name.startswith("_") else name.replace("\n", " ")
+            shown = f"{axis} {number}" if name.startswith("_") else name.replace("\n", " ")
             rows += [
                 {"series": shown, "x": _as_ticked(axes.xaxis, x), "y": _as_ticked(axes.yaxis, y)}
                 for x, y in np.asarray(points, float)

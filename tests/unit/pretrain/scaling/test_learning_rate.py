@@ -358,7 +358,8 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
     assert len(members) == 1 + 4, "two members at two rates, each with two seeds"
     assert all(",2," in line for line in members[1:])
     drawn = (out / "figures" / "loss.csv").read_text()
-    assert len({line.split(",")[0] for line in drawn.splitlines()}) == 1 + 3 * 4
+    drawn = {line.split(",")[0] for line in drawn.splitlines()}
+    assert len(drawn) == 1 + 4 * 4, "of each a mean, a band and two seeds"
 
 
 def test_without_a_finished_member_there_is_no_page(compared, tmp_path, capsys):
