@@ -476,8 +476,9 @@ def missing_notes(config: RunConfig) -> list[str]:
     ]
     if config.initial_weights:
         text = str(config.initial_weights)
-        source = Path(text.rpartition("@")[0] or text)
-        missing += [("initial_weights", "run or export", source)] * (not source.exists())
+        source = Path(text.rpartition("@")[0] or text)  # RUN of RUN@STEP
+        if not source.exists():
+            missing.append(("initial_weights", "run or export", source))
     return [
         f"warning: {name}: found no {kind} at {path} on this host; the run is refused when its job "
         "starts, unless the nodes see it there: build it, or correct the path"

@@ -151,14 +151,15 @@ def _part(name: str) -> str:
 
 def _memory_lines(run: RunConfig, hardware: Hardware, footprint: Footprint) -> list[str]:
     world_size, capacity = hardware.world_size, hardware.usable_memory
-    kept = footprint.run.checkpoint.keep_last
     micro = largest_micro_batch(footprint.run, world_size, capacity, hardware.on_gpu)
     if fits := footprint.device <= capacity:
         words = f"fits in {_gib(capacity)}; the largest micro-batch that fits is "
         words += counted(micro, "lane")
     else:
         words = f"DOES NOT FIT in {_gib(capacity)}"
-    of_checkpoint = f"({kept} kept, one being written: {_gib(footprint.disk)} of disk)"
+    of_checkpoint = (
+        f"({footprint.num_kept} kept, one being written: {_gib(footprint.disk)} of disk)"
+    )
     name = "device memory" if hardware.on_gpu else "host memory"
     lines = [_row(name, _gib(footprint.device), f"per rank, {words}")]
     if not hardware.on_gpu:

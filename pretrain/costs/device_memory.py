@@ -123,11 +123,13 @@ class Footprint:
     @property
     def disk(self) -> float:
         """Bytes of the checkpoints that are kept, and of the one being written."""
-        checkpoint, steps = self.run.checkpoint, self.run.optim.steps
-        kept = checkpoint.keep_last + (
-            steps // checkpoint.keep_every if checkpoint.keep_every else 0
-        )
-        return (kept + 1) * self.checkpoint
+        return (self.num_kept + 1) * self.checkpoint
+
+    @property
+    def num_kept(self) -> int:
+        """The checkpoints that are kept at the run's end."""
+        last, every = self.run.checkpoint.keep_last, self.run.checkpoint.keep_every
+        return last + (self.run.optim.steps // every if every else 0)
 
     @cached_property
     def _parameters(self) -> Parameters:

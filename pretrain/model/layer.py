@@ -76,6 +76,9 @@ class ResidualLayer(nn.Module):
         hidden_BLD = self.attention_norm(hidden_BLD)
         return self.feed_forward_norm(hidden_BLD + self.feed_forward(hidden_BLD, dropout=dropout))
 
+    def _normed(self, hidden_BLD: Tensor) -> Tensor:
+        return self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
+
     @property
     def input_norm(self) -> Norm | None:
         """The norm that segment and memory pass before attention, if any."""
@@ -101,9 +104,7 @@ class StateLayer(ResidualLayer):
         `inputs` are the parts before it and the tokens' documents, counted from the token before
         the segment; None: all tokens belong to one document.
         """
-        segment_BLD = hidden_BLD
-        if (norm := self.input_norm) is not None:
-            segment_BLD = compiled_if(self.compiles, type(norm).forward)(norm, hidden_BLD)
+        segment_BLD = compiled_if(self.compiles, ResidualLayer._normed)(self, hidden_BLD)
         read_BLD, *parts = self.mixer(segment_BLD, *inputs)
         if len(parts) != (count := len(inputs) - 1):
             raise ConfigError(
@@ -152,7 +153,7 @@ class RowsLayer(ResidualLayer):
         `remember` takes the keys and values of the segment, [B, L, 2, G, H], and returns them
         for memory and segment.
         """
-        segment_BLD = self.attention_norm(hidden_BLD) if self._norms_inputs else hidden_BLD
+        segment_BLD = self._normed(hidden_BLD)
         key_values = remember(self.mixer.keys_and_values(segment_BLD))
         attended_BLD = self.mixer.read(
             self.mixer.queries(self.mixer.projected_queries(segment_BLD), positions_CX, visibility),

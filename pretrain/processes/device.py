@@ -99,18 +99,16 @@ def with_precision_of_run(config: RunConfig, directory: Path, world: World) -> R
             recorded = RunDir.open(directory).config.engine
     recorded = broadcast_value(recorded, EngineConfig)
     asked = config.engine
-    if asked.compile == "auto":
-        config = replace(config, engine=replace(asked, compile=recorded.compile))
-    if asked.precision == "auto" and recorded.precision not in ("auto", best):
-        engine = replace(config.engine, precision=recorded.precision)
-        config = replace(config, engine=engine)
-        if world.is_main:
-            logger.info(
-                "engine.precision=auto: %s, as the run has it, although %s suits this device",
-                recorded.precision,
-                best,
-            )
-    return with_precision(config, best)
+    precision = recorded.precision if asked.precision == "auto" else asked.precision
+    if asked.precision == "auto" and precision not in ("auto", best) and world.is_main:
+        logger.info(
+            "engine.precision=auto: %s, as the run has it, although %s suits this device",
+            precision,
+            best,
+        )
+    compiles = recorded.compile if asked.compile == "auto" else asked.compile
+    engine = replace(asked, precision=precision, compile=compiles)
+    return with_precision(replace(config, engine=engine), best)
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -233,22 +233,22 @@ def drawn_values(figure: Figure) -> list[dict[str, Any]]:
             outlines = [path.vertices for path in shape.get_paths()]
             curves = [offsets] if len(offsets) > 1 else outlines
             series += [(str(shape.get_label()), np.asarray(curve)) for curve in curves]
+        on_x, on_y = _tick_texts(axes.xaxis), _tick_texts(axes.yaxis)
         for number, (name, points) in enumerate(series, start=1):
             # matplotlib's own names begin with an underscore.
             shown = f"{axis} {number}" if name.startswith("_") else name.replace("\n", " ")
             rows += [
-                {"series": shown, "x": _as_ticked(axes.xaxis, x), "y": _as_ticked(axes.yaxis, y)}
+                {"series": shown, "x": on_x.get(x) or f"{x:.8g}", "y": on_y.get(y) or f"{y:.8g}"}
                 for x, y in np.asarray(points, float)
                 if math.isfinite(x) and math.isfinite(y)
             ]
     return rows
 
 
-def _as_ticked(axis: Any, value: float) -> str:
-    """Return a coordinate, or the text of its tick where ticks have texts of their own."""
+def _tick_texts(axis: Any) -> dict[float, str]:
+    """Return position -> text of the ticks, where they have texts of their own."""
     texts = getattr(axis.get_major_formatter(), "seq", ())
-    named = dict(zip(axis.get_majorticklocs(), texts, strict=False))
-    return str(named.get(value, "")) or f"{value:.8g}"
+    return dict(zip(axis.get_majorticklocs(), map(str, texts), strict=False))
 
 
 def run_panels(history: History) -> list[Panel]:

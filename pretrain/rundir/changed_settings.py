@@ -68,13 +68,10 @@ def lower_rate(run: RunConfig, directory: Path, from_step: int | None = None) ->
 
 def _steep_rise(held: RunConfig, after: RunConfig, step: int) -> str:
     """Return why more steps alone are refused; '' if they hardly raise the learning rate."""
-    last, planned = (learning_rate_at(held.optim, number) for number in (max(0, step - 1), step))
-    is_over = step >= after.optim.steps  # a finished run makes no next step
-    if (
-        not step
-        or is_over
-        or learning_rate_at(after.optim, step) <= LARGEST_RISE * max(last, planned)
-    ):
+    if not 0 < step < after.optim.steps:  # a finished run makes no next step
+        return ""
+    last, planned = (learning_rate_at(held.optim, number) for number in (step - 1, step))
+    if learning_rate_at(after.optim, step) <= LARGEST_RISE * max(last, planned):
         return ""
     return (
         f"{describe_rate(held, after, step)}; give the rate that it shall have, such as "

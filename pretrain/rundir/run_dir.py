@@ -161,8 +161,9 @@ class RunDir:
             for key, (old, new) in changes.items():
                 logger.info("changed setting  %s: %s -> %s", key, old, new)
             self.ledger.append(SettingsChanged(changes=changes, step=step, run_settings=settings))
-            if rate := describe_rate(held, self.settings_at(step), step):
-                logger.warning(rate + describe_course(held, self.settings_at(step)))
+            after = self.settings_at(step)
+            if rate := describe_rate(held, after, step):
+                logger.warning(rate + describe_course(held, after))
         if read_text(self.config_file) != (text := dump_yaml(settings)):
             write_text(self.config_file, text, mode=0o600)
 

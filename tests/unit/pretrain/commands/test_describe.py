@@ -81,7 +81,7 @@ def test_time_follows_from_the_peak_of_the_precision(capsys, gpu, precision, pea
     flops = token_flops(config.model, config.data.segment_length, config.data.lanes).training
     speed = float(re.search(r"([\d,]+) tokens/s", said)[1].replace(",", ""))
     assert speed == pytest.approx(0.5 * peak / flops, rel=0.01, abs=1)
-    assert f": 1 rank ({gpu}" in said.splitlines()[0]
+    assert f": 1 rank ({gpu}{'' if gpu == 'cpu' else ' with 80 GB'})" in said.splitlines()[0]
 
 
 def test_plain_torch_shards_nothing(capsys):
