@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from foundation.cli import add_overrides, as_overrides
+from foundation.cli import add_overrides, as_overrides, check_least
 from foundation.errors import ConfigError
 from foundation.settings import differences, load_config
 from foundation.typed_values import to_tree
@@ -27,12 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line of `launcher resume`."""
     parser.add_argument("run", type=run_path, metavar="RUN", help="run, or its name in runs/")
     add_overrides(parser, "settings to change, such as optim.learning_rate=1e-4")
+    words = "processes on this machine (default: as before)"
+    parser.add_argument("--ranks", type=int, metavar="N", help=words)
     add_from_step(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 when its job is in the queue, or when the run has finished on this machine."""
-    return resume(arguments.run, arguments.from_step, arguments.overrides)
+    check_least(arguments, 1, "ranks")
+    return resume(arguments.run, arguments.from_step, arguments.overrides, arguments.ranks)
 
 
 def gives_rate(override: str) -> bool:
@@ -49,7 +52,12 @@ def course_at(run_dir: RunDir, step: int) -> list[str]:
     return [as_overrides({name: then}) for name, (_, then) in later.items() if gives_rate(name)]
 
 
-def resume(path: Path, from_step: int | None = None, overrides: Sequence[str] = ()) -> int:
+def resume(
+    path: Path,
+    from_step: int | None = None,
+    overrides: Sequence[str] = (),
+    ranks: int | None = None,
+) -> int:
     """Continue the run in this directory, from this step if one is given, with these settings."""
     (state,) = read_states([path])
     if from_step is not None and any(map(gives_rate, overrides)):
@@ -68,6 +76,11 @@ def resume(path: Path, from_step: int | None = None, overrides: Sequence[str] = 
     if before and "_" in before.job:
         raise ConfigError(f"{path} is a cell of a sweep; 'launcher sweep submit' starts it again")
     if script.is_file():
+        if ranks is not None:
+            raise ConfigError(
+                f"--ranks={ranks}: {path} is a Slurm job, whose nodes say how many; "
+                "'launcher submit --nodes N' changes it"
+            )
         path = path.resolve()
         submitted = submit_again(RunDir(path), before, from_step, overrides)
         print(f"job {submitted.job} ({submitted.job_name}) continues {path}")
@@ -79,4 +92,5 @@ def resume(path: Path, from_step: int | None = None, overrides: Sequence[str] = 
             "submit', or train here with 'launcher local'"
         )
     set_up_logging("supervisor")
-    return train_here(path / "config.yaml", path, state.ranks or 1, overrides, from_step=from_step)
+    ranks = ranks or state.ranks or 1
+    return train_here(path / "config.yaml", path, ranks, overrides, from_step=from_step)

@@ -26,6 +26,7 @@ from foundation.programs import copied_arguments, make_startable
 from foundation.typed_values import to_tree
 from foundation.yaml_files import dump_yaml
 from launcher.slurm.client import Partition, Slurm
+from pretrain.checkpoint.directory import steps_on_disk
 from pretrain.config.cluster import (
     ClusterConfig,
     NodeRange,
@@ -338,12 +339,16 @@ def check_run(
         _check_memory(config, cluster, ranks)
     notes = []
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    free, kept = shutil.disk_usage(existing).free, config.checkpoint.keep_last + 1
-    if (needed := kept * checkpoint_bytes(config)) > free:
+    free, on_disk = (
+        shutil.disk_usage(existing).free,
+        len(steps_on_disk(RunDir(run_dir).checkpoints)),
+    )
+    more = config.checkpoint.num_kept(config.optim.steps) + 1 - on_disk
+    if (needed := more * checkpoint_bytes(config)) > free:
         problem = (
-            f"{existing} has {free / GIB:.1f} GiB free, {kept} checkpoints need "
-            f"{needed / GIB:.1f} GiB; free disk space, choose another run directory or lower "
-            "checkpoint.keep_last"
+            f"{existing} has {free / GIB:.1f} GiB free, {more} checkpoints need "
+            f"{needed / GIB:.1f} GiB; free disk space, choose another run directory or keep fewer "
+            "(checkpoint.keep_last, checkpoint.keep_every)"
         )
         if not is_dry_run:
             raise ConfigError(problem)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, get_args
 from foundation.errors import ConfigError
 from foundation.settings import assert_never
 from pretrain.config.model import ExportFormat
+from pretrain.rundir.history import setting_changes
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 from pretrain.rundir.run_step import run_step
@@ -72,12 +73,13 @@ def _write_huggingface(
         with new_directory(arguments.output) as beside:
             write_back(beside, module, source)
         return
-    evaluation = None
+    evaluation, changes = None, []
     if not is_export(arguments.run):
-        lines = RunDir.open(run_step(arguments.run).run).read_metrics()
+        run_dir = RunDir.open(run_step(arguments.run).run)
+        lines, changes = run_dir.read_metrics(), setting_changes(run_dir.ledger.read())
         until = [x for x in lines if x["kind"] == "evaluation" and x["step"] <= trained.step]
         evaluation = until[-1] if until else None
-    write_huggingface(arguments.output, trained, tokenizer, evaluation)
+    write_huggingface(arguments.output, trained, tokenizer, evaluation, changes)
     if tokenizer_files(tokenizer) is None:
         print(
             f"{arguments.output} has no tokenizer: transformers has none of kind "

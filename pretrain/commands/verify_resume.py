@@ -55,9 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--kill-at={arguments.kill_at} must be at least 1 and below --steps={arguments.steps}"
         )
-    config = load_config(RunConfig, arguments.experiment, arguments.overrides)
-    for ranks in (arguments.ranks, _resume_ranks(arguments)):
-        for phase in runs_of_phases(config):
+    config, other = (
+        load_config(RunConfig, arguments.experiment, [*arguments.overrides, *settings])
+        for settings in ((), zero_stage(arguments))
+    )
+    for ranks, trained in ((arguments.ranks, config), (_resume_ranks(arguments), other)):
+        for phase in runs_of_phases(trained):
             accumulation_steps(phase, ranks)  # one error here instead of one from every rank
     if _is_elastic(arguments) and config.engine.number_format != "fp32":
         raise ConfigError(
@@ -109,8 +112,7 @@ def train_and_compare(
     step = latest_step(killed.checkpoints)
     start = f"the checkpoint of step {step}" if step else "the start: no checkpoint yet"
     _report(f"3/3 resumed from {start}")
-    zero = [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
-    train([*settings, *zero], killed, _resume_ranks(arguments))
+    train([*settings, *zero_stage(arguments)], killed, _resume_ranks(arguments))
     tolerance = ELASTIC_TOLERANCE if _is_elastic(arguments) else None
     return run_differences(uninterrupted, killed, arguments.steps, tolerance)
 
@@ -133,6 +135,11 @@ def train_ranks(
             raise UserError(f"no rank was killed: {failure or 'the run had already ended'}")
     elif any(statuses):
         raise UserError(failure)
+
+
+def zero_stage(arguments: argparse.Namespace) -> list[str]:
+    """Return the setting of the ZeRO stage when resuming, if it is another one."""
+    return [] if arguments.resume_zero is None else [f"engine.zero_stage={arguments.resume_zero}"]
 
 
 def _is_elastic(arguments: argparse.Namespace) -> bool:

@@ -32,11 +32,16 @@ class MemberResult:
     """One member at its best rate; losses are of the validation split, in nats per token."""
 
     member: str
-    first: Row  # one of its runs at that rate, for what all of them share
+    runs: Sequence[Row]  # at that rate, one per seed
     seeds: Member  # its losses by seed
     is_edge: bool  # the best rate is the lowest or the highest one tried
     tokens_per_second: float  # of training alone; the median of all runs of the member
     probes: Mapping[str, float]  # means over seeds, by column of the sweep's table
+
+    @property
+    def first(self) -> Row:
+        """One of its runs, for what all of them share."""
+        return self.runs[0]
 
     @property
     def loss(self) -> float:
@@ -62,7 +67,7 @@ def member_results(rows: Sequence[Row]) -> list[MemberResult]:
         best = min(by_rate.values(), key=lambda runs: fmean(float(row.loss) for row in runs))
         if any(row.excluded for row in best):
             continue
-        first, speeds = best[0], [float(row.D) / float(row.seconds) for row in mine if row.seconds]
+        speeds = [float(row.D) / float(row.seconds) for row in mine if row.seconds]
         probed = {
             name: [row.tasks[name] for row in best if name in row.tasks]
             for row in best
@@ -71,13 +76,13 @@ def member_results(rows: Sequence[Row]) -> list[MemberResult]:
         edges = min(by_rate), max(by_rate)
         result = MemberResult(
             member=member,
-            first=first,
+            runs=best,
             seeds=Member(
                 member,
                 {int(row.seed): float(row.loss) for row in best},
                 {int(row.seed): row.text for row in best},
             ),
-            is_edge=len(by_rate) > 1 and first.learning_rate in edges,
+            is_edge=len(by_rate) > 1 and best[0].learning_rate in edges,
             tokens_per_second=median(speeds) if speeds else math.nan,
             probes={name: fmean(values) for name, values in probed.items()},
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,16 @@ from pretrain.reporting.charts import (
     INK,
     SERIES,
     canvas,
+    comparison_panels,
     legend_above,
     log_ticks,
+    panel_figure,
     plain_ticks,
     spread_colors,
 )
 from pretrain.reporting.members import without_shared
+from pretrain.reporting.run_history import read_histories
+from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.fit_charts import LOSS
 from pretrain.scaling.intervals import amount, as_loss
@@ -57,7 +61,8 @@ def write_sweep_page(rows: Sequence[Row], source: Path, directory: Path, title: 
     if len(kinds) != 1:
         raise DataError(f"{source}: rows of sweeps that vary {' and '.join(sorted(kinds))}")
     (kind,) = kinds
-    parts = {"rates": _rates, "lengths": _lengths, "variants": _variants}[kind](rows)
+    shown = {"rates": _rates, "lengths": _lengths, "variants": partial(_variants, source.parent)}
+    parts = shown[kind](rows)
     left_out = [f"left out: {row.name}: {row.excluded}" for row in rows if row.excluded]
     parts[-1] = replace(parts[-1], lines=[*parts[-1].lines, *left_out])
     done = counted(len(rows) - len(left_out), "finished run")
@@ -132,7 +137,7 @@ def loss_by_memory(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _variants(rows: Sequence[Row]) -> list[Part]:
+def _variants(runs: Path, rows: Sequence[Row]) -> list[Part]:
     results = member_results(rows)
     numbers, base = variant_numbers(results), baseline_of(results)
     caption = "Loss at equal training FLOPs, a dot per seed"
@@ -140,6 +145,7 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
     if any(row["interval_low"] is not None for row in numbers):
         caption = f"Difference from {base.member}, paired by seed, with 95% intervals over seeds"
         figures["differences"] = (partial(member_differences, numbers), caption)
+    figures |= _curves(results, runs)
     if base.probed("position"):
         caption = f"Loss by position in the document, minus that of {base.member}"
         figures["positions"] = (partial(position_chart, results, base), caption)
@@ -148,6 +154,25 @@ def _variants(rows: Sequence[Row]) -> list[Part]:
     shown, shared = without_shared(table, "All members")
     files = {"tex": tex, "numbers": numbers, "figures": figures}
     return [Part(title="Variants", above=shared, rows=shown, lines=variant_notes(results), **files)]
+
+
+def _curves(
+    results: Sequence[MemberResult], runs: Path
+) -> dict[str, tuple[Callable[[], Figure], str]]:
+    """Return figures of the losses in training, if the runs are in the directory `runs`."""
+    names = [(runs / row.name, result.member) for result in results for row in result.runs]
+    if not all(RunDir(path).exists() for path, _ in names):
+        return {}
+    histories = read_histories([path for path, _ in names])
+    panels = comparison_panels(histories, [member for _, member in names])[:2]
+    return {
+        f"loss-over-{quantity.lower()}": (
+            partial(panel_figure, panel, 3.4),
+            f"Losses in training over {quantity}, at each member's best rate: the means of the "
+            "seeds, and a band from the lowest to the highest; dots: validation",
+        )
+        for panel, quantity in zip(panels, ("tokens", "FLOPs"), strict=True)
+    }
 
 
 def member_losses(results: Sequence[MemberResult]) -> Figure:

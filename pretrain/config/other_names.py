@@ -2,6 +2,7 @@
 
 _RATE, _BATCH, _LENGTH = "optim.learning_rate", "data.lanes", "data.segment_length"
 _MEMORY = "model.memory_length, the tokens that a layer attends to before a segment"
+_LANES = f"{_BATCH}, of all ranks"
 _SLOTS = "engine.micro_batch_lanes; accumulation follows"
 _CONTEXT = f"{_LENGTH}, and model.memory_length for what is remembered before it"
 _ZERO = "engine.zero_stage: 3 shards all"
@@ -16,7 +17,7 @@ OTHER_NAMES = {
         ("lrscheduler", "lrschedulertype", "lrdecaystyle", "scheduler"), "optim.schedule.shape"
     ),
     **dict.fromkeys(("warmup", "warmupiters", "lrwarmupiters"), "optim.schedule.warmup_steps"),
-    **dict.fromkeys(("batchsize", "globalbatchsize", "trainbatchsize"), f"{_BATCH}, of all ranks"),
+    **dict.fromkeys(("batch", "batchsize", "globalbatchsize", "trainbatchsize"), _LANES),
     **dict.fromkeys(("microbatchsize", "perdevicetrainbatchsize", "devicebatchsize"), _SLOTS),
     **dict.fromkeys(("gradientaccumulationsteps", "gradaccum", "accumulation"), _SLOTS),
     **dict.fromkeys(("seqlen", "seqlength", "sequencelength", "tgtlen", "bptt"), _LENGTH),

@@ -128,8 +128,7 @@ class Footprint:
     @property
     def num_kept(self) -> int:
         """The checkpoints that are kept at the run's end."""
-        last, every = self.run.checkpoint.keep_last, self.run.checkpoint.keep_every
-        return last + (self.run.optim.steps // every if every else 0)
+        return self.run.checkpoint.num_kept(self.run.optim.steps)
 
     @cached_property
     def _parameters(self) -> Parameters:

@@ -195,8 +195,8 @@ def chart_html(figure: Figure, alternative: str) -> str:
     return svg
 
 
-def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) -> str:
-    """Return one panel as inline SVG; also write it to files in `directory`, named by its title."""
+def panel_figure(panel: Panel, height_inches: float) -> Figure:
+    """Return the figure of one panel, higher by its legend."""
     figure, axes = canvas(height_inches, panel.x_label, panel.y_label)
     if panel.x_label in ("step", "tokens"):
         axes.locator_params("x", integer=True)
@@ -207,11 +207,18 @@ def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) 
         legend_above(figure, axes, most_columns=MOST_COLUMNS)
         rows = -(-len(labels) // _legend_columns(figure, labels, MOST_COLUMNS))
         figure.set_figheight(height_inches + LEGEND_ROW_INCHES * rows)
+    return figure
+
+
+def panel_html(panel: Panel, height_inches: float, directory: Path, about: str) -> str:
+    """Return one panel as inline SVG; also write it to files in `directory`, named by its title."""
+    figure = panel_figure(panel, height_inches)
     make_directory(directory)
     save_figure(
         directory / panel.title.lower().replace(" ", "-"), figure, f"{panel.title}: {about}"
     )
-    return chart_html(figure, f"{panel.title}: {panel.y_label} over {axes.get_xlabel()}")
+    x_label = figure.axes[0].get_xlabel()
+    return chart_html(figure, f"{panel.title}: {panel.y_label} over {x_label}")
 
 
 def save_figure(path: Path, figure: Figure, title: str) -> None:
@@ -235,8 +242,9 @@ def drawn_values(figure: Figure) -> list[dict[str, Any]]:
             series += [(str(shape.get_label()), np.asarray(curve)) for curve in curves]
         on_x, on_y = _tick_texts(axes.xaxis), _tick_texts(axes.yaxis)
         for number, (name, points) in enumerate(series, start=1):
-            # matplotlib's own names begin with an underscore.
-            shown = f"{axis} {number}" if name.startswith("_") else name.replace("\n", " ")
+            # An underscore keeps a name out of the legend; matplotlib's own names have one, too.
+            is_own = re.fullmatch(r"_(child)?\d+", name)
+            shown = f"{axis} {number}" if is_own else name.lstrip("_").replace("\n", " ")
             rows += [
                 {"series": shown, "x": on_x.get(x) or f"{x:.8g}", "y": on_y.get(y) or f"{y:.8g}"}
                 for x, y in np.asarray(points, float)
@@ -445,7 +453,8 @@ def _losses(runs: Sequence[Run], spent: Spent, axes: Axes) -> None:
             curves.append((steps_X, spent_at(steps_X), losses_X))
             if history.evaluations and has_dots:
                 steps_X, losses_X = history.series("loss", history.evaluations)
-                style = {"color": color, "markersize": 3.5, "label": f"_{name} {VALIDATION_LOSS}"}
+                label = f"_{printable(history.path.name)} {VALIDATION_LOSS}"
+                style = {"color": color, "markersize": 3.5, "label": label}
                 axes.plot(spent_at(steps_X), losses_X, "o", **style)
         _, x_X, losses_X = curves[0]
         if len(curves) > 1:
@@ -490,7 +499,7 @@ def _speeds(runs: Sequence[Run], axes: Axes) -> None:
     """Tokens per second over steps, a color per member."""
     for name, color, histories in _members(runs):
         for history in histories:
-            label = name if history is histories[0] else f"_{name}"
+            label = name if history is histories[0] else f"_{printable(history.path.name)}"
             style = {"color": color, "linewidth": 1.4, "label": label}
             axes.plot(*history.series("tokens_per_second"), **style)
     axes.set_ylim(bottom=0)

@@ -189,6 +189,7 @@ def test_what_a_run_cannot_continue_from_is_refused_before_an_attempt(trunk, exp
         (("branch", f"{trunk.path}@8", str(branch), other), "b has the hash "),
         (("resume", str(trunk.path), "data.path=nowhere"), "nowhere"),
         (("resume", str(trunk.path), "--from-step=9"), "of step 9; give --from-step 8 or 12"),
+        (("resume", str(trunk.path), "--ranks=3", "optim.steps=31"), "data.lanes=4"),
     ):
         assert (main if command[0] == "branch" else launcher)(command) == 2
         assert said in capsys.readouterr().err

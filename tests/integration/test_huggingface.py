@@ -13,6 +13,7 @@ import torch
 
 from data_pipeline.tokenizer import Tokenizer
 from pretrain.cli import main
+from pretrain.config.phases import SettingChange
 from pretrain.config.run import DataConfig, OptimConfig, RunConfig
 from pretrain.evaluation.sampling import Sampling, generate, prompt_tokens
 from pretrain.model.cached import new_stream
@@ -334,6 +335,12 @@ def test_the_model_card_has_the_facts_of_the_run(exported):
     facts = ("# tiny\n", f" {count:,} parameters", "`books`", " 2 layers", " 7 steps ")
     facts += (f" {tokens:,} tokens", '| positions | "rope" |', "| 1.5000 |", "| 2.2500 |")
     assert [fact for fact in facts if fact not in card] == []
+    rate = "optim.learning_rate"
+    changes = [SettingChange(step, rate, 3e-3, 1e-3) for step in (5, 7)]
+    changes.append(SettingChange(5, "optim.clip_norm", 1.0, 0.5))
+    row = "| changed after step 5 | optim.learning_rate: 0.003, then 0.001; optim.clip_norm: 1.0, "
+    assert row + "then 0.5 |" in model_card(trained, BYTES, changes=changes)
+    assert "after step 7 |" not in model_card(trained, BYTES, changes=changes)
     hybrid = trained_model(layer_kinds=("deltanet", "attention"))
     assert "1:1 Gated DeltaNet" in model_card(hybrid, BYTES)
     assert (exported("plain")[2] / "README.md").read_text().startswith("---\nlibrary_name")

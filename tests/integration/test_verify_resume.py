@@ -37,6 +37,17 @@ def test_a_run_resumes_with_more_ranks_within_rounding(tiny_corpus, tmp_path, ca
         assert f" ({kind}): " in problems, "rounding, if nothing else"
 
 
+def test_settings_that_the_other_zero_stage_refuses_are_refused_at_once(
+    tiny_corpus, tmp_path, capsys
+):
+    experiment = tmp_path / "tiny.yaml"
+    experiment.write_text(f"data: {{path: {tiny_corpus}}}\n")
+    options = ["--ranks=1", "--resume-zero=3", "optim.gradient_segments=2", "engine.compile=true"]
+    assert main(["verify-resume", str(experiment), *options]) == 2
+    output, error = capsys.readouterr()
+    assert (output, "gradient_segments" in error) == ("", True)
+
+
 def written(path: Path, losses: list[float | None]) -> RunDir:
     path.mkdir()
     run_dir = RunDir(path)

@@ -39,6 +39,8 @@ def test_a_job_does_what_it_is_asked_and_is_resumed_with_another_rate(runs: Runs
 
     stopped = run.last_step()
     rate = f"optim.learning_rate={1e-3 / 2}"
+    refused = lab.run(sys.executable, "-m", "launcher", "resume", path, "--ranks=2")
+    assert (refused.returncode, "'launcher submit --nodes N'" in refused.stderr) == (2, True)
     again = launcher(lab, "resume", path, rate, f"optim.steps={stopped + 20}")
     resumed = SlurmRun(lab, run.dir.path, job=again.split()[1])
     resumed.wait_until_finished()

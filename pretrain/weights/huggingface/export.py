@@ -8,7 +8,7 @@ DIR/tokenizer.model or tokenizer.json, tokenizer_config.json    the tokenizer of
 DIR/README.md              the model card
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from data_pipeline.tokenizer import Tokenizer
 from foundation.files import atomic_write, write_json, write_text
 from foundation.typed_values import to_tree
 from pretrain.config.model import ModelConfig
+from pretrain.config.phases import SettingChange
 from pretrain.rundir.code_version import code_version
 from pretrain.weights.export import (
     HUGGING_FACE_PREFIX,
@@ -44,8 +45,9 @@ def write_huggingface(
     trained: TrainedModel,
     tokenizer: Tokenizer,
     evaluation: Mapping[str, Any] | None = None,
+    changes: Sequence[SettingChange] = (),
 ) -> None:
-    """Write the whole directory or nothing; `evaluation` is the latest evaluation's line."""
+    """Write the whole directory or nothing; `evaluation` and `changes` are for the model card."""
     with new_directory(output) as beside:
         for name, source in code_of_export(trained.config.model).items():
             write_text(beside / f"{name}.py", source)
@@ -58,7 +60,7 @@ def write_huggingface(
             with atomic_write(beside / name) as file:
                 file.write(content)
         write_json(beside / "generation_config.json", _generation_config(tokenizer.end_id))
-        write_text(beside / "README.md", model_card(trained, tokenizer, evaluation))
+        write_text(beside / "README.md", model_card(trained, tokenizer, evaluation, changes))
         write_json(beside / "config.json", _config(trained, tokenizer.end_id))
 
 

@@ -1,13 +1,13 @@
 """The model card of an export, filled in with what is known about the run."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from foundation.paths import path_text
 from foundation.typed_values import json_text
-from pretrain.config.phases import spans_of_phases
+from pretrain.config.phases import SettingChange, spans_of_phases
 from pretrain.costs.flops import model_in_words, parameter_counts
 from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.terminal.text import format_number
@@ -57,9 +57,13 @@ mems=mems)` returns `logits`, and `mems` for what follows. Padding belongs to th
 
 
 def model_card(
-    trained: TrainedModel, tokenizer: Tokenizer, evaluation: Mapping[str, Any] | None = None
+    trained: TrainedModel,
+    tokenizer: Tokenizer,
+    evaluation: Mapping[str, Any] | None = None,
+    changes: Sequence[SettingChange] = (),
 ) -> str:
-    """Return the card's text; `evaluation` is the latest evaluation's line of metrics."""
+    """Return the card's text; `evaluation` is the latest evaluation's line of metrics, `changes`
+    those that resumes made to settings of updates."""
     config, model = trained.config, trained.config.model
     spans = spans_of_phases(config, range(min(trained.step, config.optim.steps)))
     training = {
@@ -69,6 +73,11 @@ def model_card(
         "optimizer": f"{config.optim.name}, learning rate {config.optim.learning_rate:g}",
         "seed": str(config.seed),
     }
+    for change in changes:
+        if change.step < trained.step:
+            after = training.setdefault(f"changed after step {change.step:,}", "")
+            text = f"{change.setting}: {json_text(change.old)}, then {json_text(change.new)}"
+            training[f"changed after step {change.step:,}"] = f"{after}; {text}".removeprefix("; ")
     for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character"):
         if evaluation is not None and evaluation.get(name) is not None:
             training[f"validation {name.replace('_', ' ')}"] = f"{evaluation[name]:.4f}"

@@ -15,7 +15,7 @@ from pretrain.config.cluster import (
     parse_nodes,
     time_limit_seconds,
 )
-from pretrain.config.run import DataConfig, ModelConfig, RunConfig
+from pretrain.config.run import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
 from tests.helpers.jobs import job_of
 
 CLUSTERS = sorted((Path(__file__).parents[4] / "configs" / "clusters").glob("*.yaml"))
@@ -175,6 +175,15 @@ def test_a_model_too_large_for_the_gpu_is_refused_with_a_way_out(tmp_path, clust
     way_out = r"engine\.offload_memories=true engine\.micro_batch_lanes="
     with pytest.raises(ConfigError, match=rf"A100 .* {way_out}"):
         check_run(config, cluster, NodeRange(1, 1), tmp_path)
+
+
+def test_a_run_whose_kept_checkpoints_exceed_the_disk_is_refused(tmp_path):
+    checkpoint = CheckpointConfig(keep_every=1)
+    config = run_config(checkpoint=checkpoint, optim=OptimConfig(steps=10**12))
+    with pytest.raises(ConfigError, match=r"1000000000004 checkpoints need .* keep fewer"):
+        check_run(config, GPU, NodeRange(1, 2), tmp_path)
+    (note,) = check_run(config, GPU, NodeRange(1, 2), tmp_path, is_dry_run=True)
+    assert "1000000000004 " in note
 
 
 MAIN = Partition(name="main", is_default=True, num_nodes=4, cpus_per_node=8, gpus_per_node=0,

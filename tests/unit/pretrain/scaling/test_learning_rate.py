@@ -346,7 +346,12 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
         assert each.tokens_per_second > 0
     page = (out / "report.html").read_text()
     assert all(f"{each.loss:.4f}" in page for each in found.values())
-    assert {path.stem for path in out.glob("*.png")} == {"variants", "differences", "positions"}
+    curves = {"loss-over-tokens", "loss-over-flops"}
+    assert {p.stem for p in out.glob("*.png")} == {"variants", "differences", "positions", *curves}
+    lines = (out / "loss-over-flops.csv").read_text().splitlines()
+    dots = {f"c8e07-{name}-lr0.004-s{seed} validation loss" for name in found for seed in (3, 4)}
+    series = {*found} | {f"{name} seeds" for name in found} | dots
+    assert {line.split(",")[0] for line in lines} == {"series", *series}
     drawn = {line.split(",")[0] for line in (out / "variants.csv").read_text().splitlines()}
     assert {"long", "no-memory"} < drawn
     numbers = list(csv.DictReader((out / "table-variants.csv").open()))
