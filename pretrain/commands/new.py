@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, parameters = parser.add_argument, amount_of("parameters")
     add("experiment", type=Path, metavar="EXPERIMENT.yaml", help="file to write; must not exist")
     add("--corpus", type=Path, required=True, metavar="DIR", help="a built corpus, or its URL")
-    add("--parameters", type=parameters, default=1e7, metavar="N", help="e.g. 1.5B (default 10M)")
+    add("--parameters", type=parameters, metavar="N", help="1.5B; default: of your shape, or 10M")
     add("--steps", type=size_of("steps"), metavar="N", help="default: by corpus and parameters")
     add("--paper", action="store_true", help="the paper's parts and rate instead of today's")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the file")
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file; print what it trains and the command that starts it."""
     file: Path = arguments.experiment
     check_new_file(file)
-    if not 0 < arguments.parameters < 1e12:
+    if arguments.parameters is not None and not 0 < arguments.parameters < 1e12:
         raise ConfigError(
             f"--parameters={arguments.parameters:g} must be above 0 and below 1e12, such as 10M"
         )

@@ -28,12 +28,14 @@ from pretrain.config.run import DataConfig, EvaluationConfig, RunConfig
 from pretrain.costs.flops import run_cost
 from pretrain.costs.run_time import run_time
 from pretrain.scaling.intervals import amount
-from pretrain.scaling.recipe import Family, power_of_two, with_steps
+from pretrain.scaling.recipe import Family, grouped_key_heads, power_of_two, with_steps
 from pretrain.terminal.text import counted, si
 
 _FAMILY = {1e7: "10m", 3e7: "30m", 1e8: "100m", 3e8: "300m", 1e9: "1b", 3e9: "3b", 7e9: "7b"}
 # Below these, heads are half and a quarter as wide and not grouped: shapes come in finer steps.
 _SMALL, _TINY = 5e6, 1e6
+PARAMETERS = 1e7  # unless the user gives a number or a shape
+SHAPE = {"model.num_layers", "model.d_model", "model.num_heads", "model.d_inner"}
 TOLERANCE = 0.5  # how far, as a logarithm, the model may be from the wanted size
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
 MOST_PASSES = 10  # over the corpus
@@ -69,7 +71,7 @@ _COMMENTS = {
     "engine.zero_stage": "2 and 3 save memory on many ranks",
     "engine.precision": "bf16 on GPUs",
     "checkpoint.interval": "steps",
-    "evaluation.interval": "steps; 0: only at the end. Those before it take a tenth at most",
+    "evaluation.interval": "steps; 0: only at the end",
     "evaluation.max_tokens": "of the validation split; 0: all",
 }
 
@@ -115,25 +117,30 @@ def next_step(file: Path, run: RunConfig) -> str:
 def new_experiment(
     name: str,
     text: TrainingText,
-    parameters: float,
+    asked: float | None,
     paper: bool = False,
     steps: int = 0,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """Return a run of about that many parameters on the text; ConfigError if no shape is near.
+    """Return a run with about the parameters `asked`, by default with the shape in `overrides`, or
+    PARAMETERS; ConfigError if no shape is near.
 
     `steps` replaces what parameters and text ask for, and `overrides` hold in any case.
     """
+    given = {override.partition("=")[0] for override in overrides}
+    parameters = asked or PARAMETERS
+    if asked is None and given & SHAPE:
+        usual = _overridden(_base_of(PARAMETERS, text.vocab_size), overrides)
+        parameters = run_cost(usual).parameters
     base = _base_of(parameters, text.vocab_size)
     if paper:
         base = _with_parts_of_the_paper(base)
     base = _overridden(base, overrides)
-    given = {override.partition("=")[0] for override in overrides}
     run = Family(base=base, keep_layers="model.num_layers" in given).nearest(parameters)
     size = run_cost(run).parameters
-    if abs(math.log(size / parameters)) > TOLERANCE:
+    if asked is not None and abs(math.log(size / asked)) > TOLERANCE:
         raise ConfigError(
-            f"--parameters={amount(parameters)}: with a vocabulary of {text.vocab_size:,} tokens "
+            f"--parameters={amount(asked)}: with a vocabulary of {text.vocab_size:,} tokens "
             f"the nearest model has {amount(size)}; ask for that many, or build the corpus with "
             "another vocab_size"
         )
@@ -176,6 +183,8 @@ def _overridden(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
         most = max(1, width // run.model.head_width)
         even = (heads for heads in range(most, 1, -1) if width % (2 * heads) == 0)
         tree["model"]["num_heads"] = next(even, 1)
+    if (heads := tree["model"]["num_heads"]) != run.model.num_heads and "num_key_heads" not in own:
+        tree["model"]["num_key_heads"] = grouped_key_heads(run.model, heads)
     return parse_config(RunConfig, tree, "command line")
 
 

@@ -115,13 +115,18 @@ def with_shape(base: RunConfig, num_heads: int, num_layers: int) -> RunConfig:
     shaped = replace(
         model,
         num_heads=num_heads,
-        num_key_heads=(_key_heads(model, num_heads) or 0) if model.num_key_heads else 0,
+        num_key_heads=grouped_key_heads(model, num_heads),
         num_layers=num_layers,
         d_model=2 * round(model.d_model * growth / 2),
         d_head=model.head_width,
         d_inner=inner if model.d_inner else 0,
     )
     return replace(base, model=shaped)
+
+
+def grouped_key_heads(model: ModelConfig, num_heads: int) -> int:
+    """Return the setting of these heads' key heads, grouped about as in the base."""
+    return (_key_heads(model, num_heads) or 0) if model.num_key_heads else 0
 
 
 def _key_heads(model: ModelConfig, num_heads: int) -> int | None:

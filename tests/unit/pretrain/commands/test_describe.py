@@ -279,6 +279,27 @@ def test_settings_of_the_command_line_are_in_the_file_and_the_size_is_as_asked(s
     assert narrow.num_heads * narrow.head_width == 36
 
 
+@pytest.mark.parametrize(
+    ("shape", "near", "rate"),
+    [
+        ("num_layers=2 d_model=32 num_heads=2", 1.7e5, 2e-3),
+        ("num_layers=12 d_model=768", 8e7, 6e-4),
+        ("num_layers=24 d_model=2048", 1e9, 3e-4),
+        ("d_model=32", 2.7e5, 2e-3),
+        ("d_model=32 num_heads=2", 2.7e5, 2e-3),
+        ("num_layers=40", 3e7, 1.2e-3),
+    ],
+)
+def test_a_given_shape_decides_what_follows_from_the_size(shape, near, rate):
+    text = TrainingText(path=Path("c"), tokens=10**7, longest_document=9000, vocab_size=4000)
+    given = [f"model.{setting}" for setting in shape.split()]
+    run = new_experiment("mine", text, None, overrides=given)
+    assert run_cost(run).parameters == pytest.approx(near, rel=0.25)
+    assert run.optim.learning_rate == rate
+    assert run.model.num_heads % run.model.key_heads == 0
+    assert {f"{name}={getattr(run.model, name)}" for name in vars(run.model)} >= {*shape.split()}
+
+
 @pytest.mark.parametrize("steps", [20, 300, 20_000])
 def test_a_short_run_is_evaluated_less_often_not_on_less_text(steps):
     text = TrainingText(path=Path("c"), tokens=10**7, longest_document=900, vocab_size=4000)
