@@ -318,9 +318,9 @@ def _totals(runs: list[PlannedRun]) -> list[str]:
     """What all runs cost together, and the disk that they fill."""
     flops, tokens = sum(item.cost.flops for item in runs), sum(item.cost.tokens for item in runs)
     saved = [checkpoint_bytes(item.run) / GIB for item in runs]
-    started = [size for size, i in zip(saved, runs, strict=True) if i.run.checkpoint.keep_every]
-    kinds = "its last checkpoint " + ("and where another starts" if started else "alone")
-    kept = sum(saved) + sum(started)
+    counts = [item.run.checkpoint.num_kept(item.cost.steps) for item in runs]
+    kinds = "its last checkpoint " + ("alone" if max(counts) == 1 else "and one per keep_every")
+    kept = sum(size * count for size, count in zip(saved, counts, strict=True))
     return [
         f"total: {counted(len(runs), 'run')}, {flops:.3g} FLOPs ({flops / PFLOPS_DAY:.3g} "
         f"PFLOP/s-days), {amount(tokens)} tokens",

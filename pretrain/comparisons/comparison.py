@@ -21,13 +21,16 @@ from pathlib import Path
 
 from foundation.errors import ConfigError
 from foundation.settings import parse_config, require_name
-from foundation.yaml_files import read_tree
+from foundation.typed_values import to_tree
+from foundation.yaml_files import merge, parse_overrides, read_tree
+from pretrain.config.run import RunConfig
 from pretrain.scaling.plan import PlannedRun, at_computed_flops, planned_run, varied
 from pretrain.sweeps.sweep_file import check_overrides
 
 # Settings that follow from the comparison, so no member may set them.
-_PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate", "evaluation.interval")
-_PLANNED += ("optim.schedule.warmup_steps", "optim.schedule.decay_steps", "checkpoint.interval")
+_PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate", "optim.schedule.warmup_steps")
+_PLANNED += ("optim.schedule.decay_steps",)
+_INTERVALS = ("evaluation.interval", "checkpoint.interval")  # planned, too, unless they are given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +91,17 @@ def plan_members(comparison: Comparison, experiment: Path) -> list[PlannedRun]:
     seeds = {f"s{seed}": [f"seed={seed}"] for seed in comparison.seeds}
     runs = varied(experiment, comparison.settings, [members, rates, seeds])
     runs.sort(key=lambda run: (run.seed, run.optim.learning_rate))
-    flops = comparison.flops
-    bases = [float(member_name(run.name) == comparison.baseline) for run in runs]
-    return [
-        planned_run(at_computed_flops(run, flops), {"budget": flops, "baseline": is_base})
-        for run, is_base in zip(runs, bases, strict=True)
-    ]
+    flops, planned = comparison.flops, []
+    for run in runs:
+        member = member_name(run.name)
+        facts = {"budget": flops, "baseline": float(member == comparison.baseline)}
+        item = planned_run(at_computed_flops(run, flops), facts)
+        given = (*comparison.settings, *comparison.members[member])
+        intervals = [setting for setting in given if setting.startswith(_INTERVALS)]
+        tree = to_tree(item.run)
+        merge(tree, parse_overrides(intervals))
+        planned.append(replace(item, run=parse_config(RunConfig, tree, run.name)))
+    return planned
 
 
 def member_name(cell: str) -> str:

@@ -47,6 +47,11 @@ class MemberResult:
     def loss(self) -> float:
         return self.seeds.loss
 
+    @property
+    def lacks_probes(self) -> bool:
+        """Whether some of its runs have probes that others lack."""
+        return any(row.tasks.keys() - self.probes.keys() for row in self.runs)
+
     def probed(self, name: str) -> dict[int, float]:
         """Return the values of the columns probes/NAME/NUMBER, by NUMBER."""
         parts = ((key.rpartition("/"), value) for key, value in self.probes.items())
@@ -69,9 +74,9 @@ def member_results(rows: Sequence[Row]) -> list[MemberResult]:
             continue
         speeds = [float(row.D) / float(row.seconds) for row in mine if row.seconds]
         probed = {
-            name: [row.tasks[name] for row in best if name in row.tasks]
-            for row in best
-            for name in row.tasks
+            name: [row.tasks[name] for row in best]
+            for name in best[0].tasks
+            if all(name in row.tasks for row in best)  # else seeds would not be paired
         }
         edges = min(by_rate), max(by_rate)
         result = MemberResult(
@@ -130,6 +135,13 @@ def variant_notes(results: Sequence[MemberResult]) -> list[str]:
         "member's best rate, tokens/s is the median of its runs: compare it only under equal load",
         NOTE.format(baseline_of(results).member).removesuffix("."),
     ]
+    if any(f"{PROBED}far_loss" in result.probes for result in results):
+        notes.append(
+            f"the loss from token {FAR} is of '--probe position', which reads a text of its own: "
+            "the whole split, unless --max-tokens says less"
+        )
+    if unequal := [result.member for result in results if result.lacks_probes]:
+        notes.append(f"no probes of {', '.join(unequal)}: some of its seeds have none")
     if probed := [result for result in results if result.probed("needle")]:
         distances = ", ".join(map(str, probed[0].probed("needle")))
         chance = probed[0].probes[f"{PROBED}chance"]

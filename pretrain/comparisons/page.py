@@ -27,6 +27,7 @@ from pretrain.reporting.charts import (
     comparison_panels,
     legend_above,
     log_ticks,
+    member_colors,
     panel_figure,
     plain_ticks,
     spread_colors,
@@ -201,24 +202,25 @@ def member_differences(numbers: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _rows_of_members(names: Sequence[str], label: str) -> tuple[Figure, Axes, list[str]]:
+def _rows_of_members(names: Sequence[str], label: str) -> tuple[Figure, Axes, Sequence[str]]:
     """Return a chart with a row for each member, and the members' colors."""
     figure, axes = canvas(0.8 + 0.4 * len(names), label, "")
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    return figure, axes, spread_colors(len(names))
+    return figure, axes, member_colors(len(names))
 
 
 def position_chart(results: Sequence[MemberResult], baseline: MemberResult) -> Figure:
     """Draw the loss of each bin of positions, minus the baseline's."""
-    base, colors = baseline.probed("position"), spread_colors(len(results))
+    base, colors = baseline.probed("position"), member_colors(len(results))
     drawn = zip(results, colors, strict=True)
     probed = [(one, color) for one, color in drawn if one.probed("position")]
     shown = [first for first in base if all(first in one.probed("position") for one, _ in probed)]
     figure, axes = canvas(3.4, "position (tokens)", f"loss minus that of {baseline.member}")
     for result, color in probed:
         values = [result.probed("position")[first] - base[first] for first in shown]
-        axes.plot(range(len(shown)), values, "o-", color=color, markersize=3, label=result.member)
-    axes.set_xticks(range(0, len(shown), 2), [str(first) for first in shown[::2]])
+        axes.plot(shown, values, "o-", color=color, markersize=3, label=result.member)
+    axes.set_xscale("symlog", base=2, linthresh=max(1, shown[0]))
+    axes.set_xticks(shown[::2], [str(first) for first in shown[::2]])
     legend_above(figure, axes)
     return figure

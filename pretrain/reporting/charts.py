@@ -106,6 +106,11 @@ def spread_colors(count: int) -> list[str]:
     ]
 
 
+def member_colors(count: int) -> Sequence[str]:
+    """Return the colors of members, in their order, the same in every figure."""
+    return SERIES[:count] if count <= len(SERIES) else spread_colors(count)
+
+
 def spread_markers(count: int) -> list[str]:
     """Return `count` markers, which repeat after a dozen."""
     return [MARKERS[index % len(MARKERS)] for index in range(count)]
@@ -267,7 +272,8 @@ def run_panels(history: History) -> list[Panel]:
 
     train, norm = history.train, "norm before clipping"
     has_sets = bool(set_losses(history.summary.evaluation))
-    has_memory = has("loss_without_memory", history.measured.evaluations)
+    both = (map(line.get, ("loss", "loss_without_memory")) for line in history.measured.evaluations)
+    has_memory = any(without not in (None, loss) for loss, without in both)
     has_layers = bool(history.layers("grad_norm"))
     norms, updates = (partial(_by_layer, kind) for kind in ("grad_norm", "update_ratio"))
     seconds = "seconds since the first start"
@@ -474,8 +480,8 @@ def _losses(runs: Sequence[Run], spent: Spent, axes: Axes) -> None:
 def _members(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[History]]]:
     """Yield each member's name, its color and its runs, in the order of the members."""
     names = list(dict.fromkeys(member for _, member in runs))
-    colors = spread_colors(len(names)) if len(names) > len(SERIES) else SERIES
-    for member, name, color in zip(names, distinguished(names), colors, strict=False):
+    colors = member_colors(len(names))
+    for member, name, color in zip(names, distinguished(names), colors, strict=True):
         yield name, color, [history for history, of_run in runs if of_run == member]
 
 

@@ -137,12 +137,16 @@ def member_names(names: Sequence[str], changed: Mapping[str, Sequence[Any]]) -> 
 
 
 def write_table(
-    path: Path, rows: Sequence[Sequence[str]], numbers: Sequence[Mapping[str, Any]] = ()
+    path: Path,
+    rows: Sequence[Sequence[str]],
+    numbers: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[str] = (),
 ) -> None:
-    """Write a table, heads first, as LaTeX, and beside it as CSV, with `numbers` if given."""
+    """Write a table, heads first, as LaTeX below the notes, and as CSV, with `numbers` if given."""
     lines = numbers or [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
     cells = [
         {k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()} for row in lines
     ]
     write_csv(path.with_suffix(".csv"), list(lines[0] if lines else rows[0]), cells)
-    write_text(path.with_suffix(".tex"), latex_table(rows))
+    comments = "".join(f"% {note}\n" for note in notes)
+    write_text(path.with_suffix(".tex"), comments + latex_table(rows))

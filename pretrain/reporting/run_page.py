@@ -77,7 +77,9 @@ def write_comparison(histories: Sequence[History], directory: Path) -> Answer:
     if len({*members}) < len(members) and (scored := members_of(histories, members)):
         numbers = beside(scored)
         tables.insert(0, member_rows(numbers))
-        write_table(directory / "members.csv", [row[:-1] for row in tables[0]], numbers)
+        heads, *cells = tables[0]
+        notes = [NOTE.format(cells[0][0]), *(f"{row[0]}: {heads[-1]} {row[-1]}" for row in cells)]
+        write_table(directory / "members.csv", [row[:-1] for row in tables[0]], numbers, notes)
     document = render_comparison(histories, members, directory / FIGURES, tables)
     write_page(directory / "compare.html", document)
     values = [
@@ -302,7 +304,7 @@ def render_comparison(
     lead += " Lines are means over seeds, bands their range." if of_members else ""
     words = {model_in_words(history.config) for history in histories}
     lead += f" {words.pop()}." if len(words) == 1 else ""
-    title = f"Runs of {printable(histories[0].path.absolute().parent.name)}"
+    title = f"Runs in {printable(histories[0].path.absolute().parent.name)}"
     return page(title, "Comparison", lead, [], sections, "Written by 'pretrain report'.")
 
 

@@ -310,7 +310,8 @@ class Part:
         if self.rows:
             heads, *rows = self.rows
             name = f"table-{self.title.lower().replace(' ', '-')}"
-            write_table(directory / name, self.tex or self.rows, self.numbers)
+            notes = [*self.above, *self.lines]
+            write_table(directory / name, self.tex or self.rows, self.numbers, notes)
             parts += [sentence(line, self.style) for line in self.above]
             # a line of a table on a narrow screen ends before an interval or its second number
             gaps = re.compile(r"(?<=,) | (?=to )")

@@ -261,12 +261,23 @@ def test_a_wrong_comparison_is_refused_in_a_line(tmp_path, capsys, text, said):
 
 
 def test_overrides_hold_for_all_members_and_those_that_the_plan_makes_are_refused(tmp_path):
-    assert compare(tmp_path, TWO, "checkpoint.interval=9") == 2
+    assert compare(tmp_path, TWO, "optim.steps=9") == 2
     assert not (tmp_path / "sweep.yaml").exists()
     assert compare(tmp_path, TWO, "model.d_model=8") == 0
     cells = read_sweep(tmp_path / "sweep.yaml").cells
     assert len(cells) == 8
     assert all({"model.d_model=8", "model.vocab_size=300"} <= {*x.overrides} for x in cells)
+
+
+def test_intervals_are_planned_unless_all_members_or_one_has_them(tmp_path, capsys):
+    text = TWO.replace("[model.memory_length=0]", "[model.memory_length=0, evaluation.interval=5]")
+    assert compare(tmp_path, text, "checkpoint.interval=9", "checkpoint.keep_every=9") == 0
+    assert "and one per keep_every" in capsys.readouterr().out
+    sweep = tmp_path / "sweep.yaml"
+    for cell in read_sweep(sweep).cells:
+        run = config_of(cell, sweep)
+        assert (run.checkpoint.interval, run.checkpoint.keep_every) == (9, 9)
+        assert run.evaluation.interval == (5 if "no-memory" in cell.name else 0)
 
 
 def test_an_extending_files_members_replace_the_bases_whose_experiment_it_finds(tmp_path):
@@ -356,7 +367,8 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
     assert {"long", "no-memory"} < drawn
     numbers = list(csv.DictReader((out / "table-variants.csv").open()))
     assert [float(row["rate"]) for row in numbers] == [0.004, 0.004]
-    assert len((out / "table-variants.tex").read_text().splitlines()[2].split("&")) == 7
+    (heads,) = re.findall("^member .*", (out / "table-variants.tex").read_text(), re.M)
+    assert len(heads.split("&")) == 7
     runs = [str(path) for path in sorted((compared / "cells").glob("c*-s*"))]
     assert main(["report", *runs, "--output", str(out)]) == 0
     members = (out / "members.csv").read_text().splitlines()
@@ -365,6 +377,22 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
     drawn = (out / "figures" / "loss.csv").read_text()
     drawn = {line.split(",")[0] for line in drawn.splitlines()}
     assert len(drawn) == 1 + 4 * 4, "of each a mean, a band and two seeds"
+
+
+def test_probes_that_some_seeds_lack_are_not_in_the_table(compared, tmp_path, capsys):
+    for run in (compared / "cells").glob("c*-s*"):
+        shutil.copytree(run, tmp_path / run.name)
+    (tmp_path / "c8e07-long-lr0.004-s3" / "probes.json").unlink()
+    assert command("collect", compared / "sweep.yaml", "--runs-dir", tmp_path) == 0
+    assert command("report", tmp_path / "runs.csv") == 0
+    assert "no probes of long: some of its seeds have none" in capsys.readouterr().out
+    numbers = csv.DictReader((tmp_path / "scaling-report" / "table-variants.csv").open())
+    assert {row["member"]: bool(row["needle"]) for row in numbers} == {
+        "long": False,
+        "no-memory": True,
+    }
+    tex = (tmp_path / "scaling-report" / "table-variants.tex").read_text()
+    assert "% All members: n: 2; validated on: " in tex
 
 
 def test_without_a_finished_member_there_is_no_page(compared, tmp_path, capsys):
