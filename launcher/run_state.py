@@ -215,7 +215,7 @@ def submitted_config(path: Path) -> RunConfig | None:
 def read_states(paths: Sequence[Path]) -> list[RunState]:
     """Return the state of each directory, in order.
 
-    An unreadable directory gets the state `damaged`; UserError if it is the only one.
+    An unreadable directory gets the state `unreadable`; UserError if it is the only one.
     """
     states = []
     for path in paths:
@@ -224,8 +224,8 @@ def read_states(paths: Sequence[Path]) -> list[RunState]:
         except UserError as error:
             if len(paths) == 1:
                 raise
-            damaged = RunState(name=path.name, path=str(path), state=State.DAMAGED)
-            states.append(replace(damaged, reason=str(error)))
+            unreadable = RunState(name=path.name, path=str(path), state=State.UNREADABLE)
+            states.append(replace(unreadable, reason=str(error)))
     return with_queue(states)
 
 

@@ -68,7 +68,7 @@ class State(str, Enum):
     UNRESPONSIVE = "unresponsive"
     FAILED = "failed"
     DONE = "done"
-    DAMAGED = "damaged"  # its directory cannot be read
+    UNREADABLE = "unreadable"  # its directory, or a package that its settings need
     OTHER = "other settings"  # the directory of a sweep's cell has a run of other settings
 
     def __str__(self) -> str:

@@ -104,12 +104,17 @@ def _inode(status: os.stat_result) -> tuple[int, int]:
 def _sources_under(
     root: Path, is_one_of_many: bool, config: CorpusConfig, report: Report, is_validation: bool
 ) -> list[SourceFile]:
+    stated = stated_kind(config)
+    if stated == "megatron" and not root.exists():  # Megatron's own way to name a pair of files
+        pair = root.with_name(f"{root.name}.bin")
+        root = pair if pair.is_file() else root
     if not root.exists():
         is_url = re.match(r"\w+:/", str(root))
+        shown = str(root).replace(":/", "://", 1) if is_url else root
         advice = (
             "a build reads no URLs: copy it first" if is_url else "give a file or folder of text"
         )
-        raise DataError(f"input {root} does not exist; {advice}")
+        raise DataError(f"input {shown} does not exist; {advice}")
     if not root.is_dir():
         if not root.is_file():
             raise _not_a_file(root)
@@ -119,7 +124,6 @@ def _sources_under(
     prefix = f"{root.resolve().name}/" if is_one_of_many else ""
     files = _files(root, _own_folders(config))
     names = sorted(path.relative_to(root).as_posix() for path in files)
-    stated = stated_kind(config)
 
     def tell(reason: str, about: list[str]) -> None:
         report(Note(f"input {root}: {reason}: {_examples(about)}"))
@@ -127,7 +131,8 @@ def _sources_under(
     listed = listed_files(root, names, stated, tell, is_validation)
     suffixes = tuple(suffix.lower() for suffix in config.suffixes) or ARRAY_SUFFIXES.get(stated, "")
     names = [name for name in listed if without_compression(name).endswith(suffixes)]
-    if not config.suffixes and (others := [*(listed.keys() - set(names))]):
+    read = {*names, *(name.removesuffix(".bin") + ".idx" for name in names if stated == "megatron")}
+    if not config.suffixes and (others := [*(listed.keys() - read)]):
         tell(f"left out, since no name ends in {' or '.join(suffixes)}", others)
     if not config.suffixes and (left_out := _companions(root, names, config)):
         tell("left out, since they are about other files", left_out)

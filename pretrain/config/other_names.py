@@ -6,6 +6,7 @@ _LANES = f"{_BATCH}, of all ranks"
 _SLOTS = "engine.micro_batch_lanes; accumulation follows"
 _CONTEXT = f"{_LENGTH}, and model.memory_length for what is remembered before it"
 _ZERO = "engine.zero_stage: 3 shards all"
+_NO_PARTS = "engine.zero_stage; layers are not split"
 _STEPS = "optim.steps; 'pretrain describe' says how many tokens they are"
 _NOTHING = "nothing: the same command resumes"
 
@@ -31,16 +32,26 @@ OTHER_NAMES = {
     **dict.fromkeys(("nlayer", "nlayers", "numhiddenlayers"), "model.num_layers"),
     **dict.fromkeys(("nhead", "nheads", "numattentionheads"), "model.num_heads"),
     **dict.fromkeys(("nembd", "dim", "hiddensize"), "model.d_model"),
-    **dict.fromkeys(("dff", "ffndim", "intermediatesize"), "model.d_inner"),
+    **dict.fromkeys(("dff", "ffndim", "intermediatesize", "ffnhiddensize"), "model.d_inner"),
+    **dict.fromkeys(("numquerygroups", "numkeyvalueheads", "nkvhead"), "model.num_key_heads"),
     **dict.fromkeys(("gradclip", "clipgrad", "maxgradnorm"), "optim.clip_norm"),
     **dict.fromkeys(("beta1", "beta2", "adambeta1", "adambeta2"), "optim.betas"),
     **dict.fromkeys(("dtype", "bf16", "fp16", "mixedprecision"), "engine.precision"),
     **dict.fromkeys(
-        ("gradientcheckpointing", "recompute", "remat"), "engine.activation_checkpointing"
+        ("gradientcheckpointing", "recompute", "recomputeactivations", "remat"),
+        "engine.activation_checkpointing",
     ),
     **dict.fromkeys(("saveinterval", "savesteps", "ckptinterval"), "checkpoint.interval"),
     "every": "interval, in checkpoint, evaluation and metrics",
     **dict.fromkeys(("evalinterval", "evalsteps"), "evaluation.interval"),
+    "evaliters": "evaluation.max_tokens",
+    "savetotallimit": "checkpoint.keep_last",
+    **dict.fromkeys(("loggingsteps", "loginterval"), "metrics.interval"),
+    **dict.fromkeys(("warmupratio", "warmupfraction"), "optim.schedule.warmup_steps, in steps"),
+    **dict.fromkeys(("datapath", "dataset", "datadir"), "data.path, of a built corpus"),
+    "tokenizer": "part of the corpus ('data-pipeline settings tokenizer')",
+    **dict.fromkeys(("useflashattn", "flashattention"), "engine.attention_kernel"),
+    **dict.fromkeys(("tensormodelparallelsize", "tpsize", "pipelinemodelparallelsize"), _NO_PARTS),
     **dict.fromkeys(("outputdir", "outdir", "rundir"), "--run-dir of 'launcher local'"),
     **dict.fromkeys(("train", "training", "trainer"), "data (batches) and optim (steps, rate)"),
     "wandb": "metrics.wandb_project",

@@ -7,19 +7,25 @@ from foundation.files import YAML_SUFFIXES
 from pretrain.checkpoint.directory import STEP_NAME
 
 RUNS = Path("runs")
+RUN_FILE = "run.json"  # in the directory of a run
 EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export
 _MOST_SHOWN = 6  # runs of a sweep in an error message
 
 
 def run_path(text: str | Path) -> Path:
-    """Return the path of the argument RUN, which may be NAME or SWEEP/CELL in runs/."""
-    path = Path(text)
-    return RUNS / path if not path.exists() and (RUNS / path).exists() else path
+    """Return the path of the argument RUN, which may be NAME or SWEEP/CELL in runs/.
+
+    A run in runs/ also goes before a folder NAME that is no run, which is ./NAME.
+    """
+    path, named = Path(text), RUNS / text
+    if path.exists() and not (path / RUN_FILE).exists() and (named / RUN_FILE).exists():
+        return path.absolute() if str(text).startswith(".") else named
+    return named if not path.exists() and named.exists() else path
 
 
 def runs_below(path: Path) -> list[Path]:
     """Return the runs directly in `path`, as in the directory of a sweep, by their names."""
-    return sorted(file.parent for file in path.glob("*/run.json"))
+    return sorted(file.parent for file in path.glob(f"*/{RUN_FILE}"))
 
 
 def advice_on(path: Path) -> str:
@@ -29,7 +35,7 @@ def advice_on(path: Path) -> str:
     if step := STEP_NAME.fullmatch(path.name):
         return f"name a run's checkpoint {path.parent.parent}@{int(step[1])}"
     if (path / EXPORTED_WEIGHTS).is_file():
-        return "it is an export, which 'pretrain evaluate' and 'pretrain generate' take"
+        return "it is an export; 'pretrain evaluate' and 'generate' take one without --format"
     if cells := runs_below(path):
         shown = ", ".join(map(str, cells[:_MOST_SHOWN]))
         more = ", ..." if len(cells) > _MOST_SHOWN else ""

@@ -130,6 +130,10 @@ def test_a_corpus_without_validation_needs_split_train(exported, tiny_corpus, tm
     assert f"error: --data={tmp_path} " in error
     assert "--split train" in error
     assert main([*command, "--split", "train"]) == 0
+    whole = capsys.readouterr().out.splitlines()[-1]
+    command[3] = str(tmp_path / "train")
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:6] == whole.split()[:6]
 
 
 def test_context_lengths_of_two_models_are_measured_together(exported, capsys):

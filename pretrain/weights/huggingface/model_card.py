@@ -87,7 +87,7 @@ def model_card(
     settings = {
         name: json_text(value)
         for name, value in model.function_settings().items()
-        if value not in (False, 0, ()) or name == "num_layers"
+        if value not in (False, 0, (), {}, (False,), [False]) or name == "num_layers"
     }
     mixers = sorted(model.mixers_used, key=lambda mixer: mixer.has_rows)
     title = "Transformer-XL" if mixers[0].has_rows else mixers[0].title

@@ -24,6 +24,7 @@ from data_pipeline.builder import build_corpus as builder
 from data_pipeline.builder.build_corpus import build_corpus
 from data_pipeline.builder.documents import read_documents
 from data_pipeline.builder.parallel_build import build_in_processes
+from data_pipeline.builder.sources import list_sources
 from data_pipeline.config import CorpusConfig, TokenizerConfig
 from data_pipeline.corpora.manifest import read_manifest
 from data_pipeline.tokenizer import Tokenizer
@@ -64,6 +65,19 @@ def test_tokens_become_a_corpus_as_they_are(folder, kind):
     out = folder.parent / "out"
     assert [tokens for _, tokens in stored(out / "train")] == [[*each, END] for each in DOCUMENTS]
     assert Tokenizer.load(out / "tokenizer").decode([5, END]) == "5 "
+
+
+def test_a_megatron_pair_is_named_by_its_prefix_and_its_index_is_read(folder):
+    settings = {"tokenizer": TOKENS, **make_input("megatron", folder)}
+    refuse(folder / "y", folder, **settings, input=(folder / "y",))
+    build(folder, **settings, input=(folder / "x",))
+    assert [tokens for _, tokens in stored(folder.parent / "out" / "train")] == [
+        [*each, END] for each in DOCUMENTS
+    ]
+    notes: list[object] = []
+    config = CorpusConfig(input=(folder,), output=folder.parent / "new", **settings)
+    assert [source.name for source in list_sources((folder,), config, notes.append)] == ["x.bin"]
+    assert notes == []
 
 
 def test_tokens_of_a_named_tokenizer_have_sizes_and_a_text(folder):

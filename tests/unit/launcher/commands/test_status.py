@@ -92,7 +92,7 @@ def test_one_bad_directory_does_not_hide_the_other_runs(runs, capsys, damage):
     assert lines[1].startswith("alone ")
     assert lines[2].split()[:2] == ["sweep/cell", "new"]
     is_lost = damage in ("cut", "nested")
-    assert "damaged" in lines[1] or not is_lost
+    assert "unreadable" in lines[1] or not is_lost
     assert main(["status", str(bad.path)]) in ([2] if is_lost else [0, 2])
     assert capsys.readouterr().err.count("\n") <= 1
 
@@ -229,7 +229,7 @@ def test_a_run_that_may_not_be_read_is_told_as_other_files_are(tmp_path, monkeyp
     monkeypatch.setattr(run_state, "read_state", read_state)  # root may read everything
     closed, other = read_states([tmp_path, tmp_path])
     assert closed.reason.startswith(f"{tmp_path}/run.json: ")
-    assert closed.state == other.state == State.DAMAGED
+    assert closed.state == other.state == State.UNREADABLE
     with pytest.raises(UserError, match=f"{tmp_path}/run.json: "):
         read_states([tmp_path])
     give_away(tmp_path, monkeypatch)

@@ -50,6 +50,15 @@ def test_a_run_and_a_step_name_a_checkpoint(runs, text, run, step):
     assert (named.run.resolve(), named.step) == ((Path("runs") / run).resolve(), step)
 
 
+def test_a_folder_that_is_no_run_does_not_hide_a_run_of_its_name(runs):
+    Path("tiny").mkdir()
+    run = Path("runs/tiny")
+    assert [run_step(text) for text in ("tiny", "tiny@8")] == [(run, None), (run, 8)]
+    assert run_step("./tiny").run == Path("tiny").absolute()
+    RunDir.create(Path("empty"), RUN)
+    assert run_step("empty").run == Path("empty")
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
