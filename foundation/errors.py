@@ -49,6 +49,10 @@ class DataError(UserError):
     """A corpus, shard, manifest or tokenizer is missing, corrupted, or does not fit the run."""
 
 
+class EmptyLaneError(DataError):
+    """A corpus has too little text for the lanes of a run."""
+
+
 class NodeError(UserError):
     """This node lacks something that the job needs; on another node the same settings work."""
 

@@ -152,8 +152,9 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         raise DataError(_missing_manifest(directory)) from None
     except NotADirectoryError:
+        file = directory if directory.is_file() else directory.parent
         raise DataError(
-            f"{directory} is a file; give the directory that `data-pipeline build` wrote"
+            f"{file} is a file; give the directory that `data-pipeline build` wrote"
         ) from None
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_pipeline.lanes.random_order import key_of, permutation, sort_order
-from foundation.errors import ConfigError, DataError
+from foundation.errors import ConfigError, DataError, EmptyLaneError
 
 EPOCHS_KEPT = 4  # orders in the cache: lanes enter the next epoch at different steps
 LAYOUTS_KEPT = 32  # layouts in the cache
@@ -313,7 +313,7 @@ def comfortable_lanes(num_tokens: int, longest_whole: int) -> int:
 
 
 def check_lanes(plan: LanePlan, longest_whole: int) -> str:
-    """Return advice on the number of lanes, or ""; DataError if a lane has nothing to read.
+    """Return advice on the number of lanes, or ""; EmptyLaneError if one has nothing to read.
 
     A lane is empty if one document covers its whole share. This cannot happen while T/N is at least
     `longest_whole`, the tokens of the longest document that is read whole.
@@ -324,7 +324,7 @@ def check_lanes(plan: LanePlan, longest_whole: int) -> str:
     empty = next((lane for lane in lanes if not plan.lane_length(0, lane)), None)
     if empty is not None:
         most = max(1, plan.num_tokens // max(longest_whole, 1))
-        raise DataError(
+        raise EmptyLaneError(
             f"{plan.num_tokens} tokens are too few for {plan.num_lanes} lanes: the longest "
             f"document has {longest_whole} tokens and lane {empty} would be "
             f"empty; use at most {most} lanes (data.lanes={most}), more text, or shorter documents"

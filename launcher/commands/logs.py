@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.errors:
         if not _print_errors(arguments, run_dir, attempt):
             nothing = f"no errors in attempt {attempt.number}" if attempt else "no logs yet"
+            if attempt and attempt.number:
+                nothing += f"; see also --attempt {attempt.number - 1}"
             has_failed = state.state is State.FAILED
             last = _last_lines_of_all(run_dir.logs, attempt) if has_failed else []
             print("\n".join(last) or nothing)

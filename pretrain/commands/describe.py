@@ -1,13 +1,15 @@
 """`pretrain describe`: parameters, FLOPs, memory, disk and time before a run starts. Torch-free."""
 
 import argparse
+import sys
 from dataclasses import replace
 
 from foundation.cli import Answer, add_experiment, add_json, check_least
+from foundation.errors import EmptyLaneError
 from foundation.settings import load_config
 from foundation.sizes import size_of
 from pretrain.commands.hardware import add_hardware_arguments, hardware_of
-from pretrain.config.resolve import resolve_if_built
+from pretrain.config.resolve import resolve_if_built, with_vocabulary
 from pretrain.config.run import RunConfig
 from pretrain.costs.description import describe
 from pretrain.rundir.ownership import refuse_foreign_urls
@@ -38,7 +40,11 @@ def run(arguments: argparse.Namespace) -> Answer:
         steps = max(1, round(arguments.tokens / config.tokens_per_step))
         config = replace(config, optim=replace(config.optim, steps=steps))
     hardware = hardware_of(arguments)
-    config = resolve_if_built(config)
+    try:
+        config = resolve_if_built(config)
+    except EmptyLaneError as error:  # a plan may come before the text
+        print(f"note: training needs a larger corpus: {error}", file=sys.stderr)
+        config = with_vocabulary(config)
     if config.initial_weights is not None and not is_run:
         # A run that exists has its own weights. Late: to compare shapes it imports torch.
         from pretrain.weights.initial_weights import check_initial_weights

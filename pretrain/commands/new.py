@@ -1,11 +1,14 @@
 """`pretrain new`: a commented experiment for a corpus, which runs as it is."""
 
 import argparse
+import re
 from pathlib import Path
 
 from foundation.errors import ConfigError
 from foundation.files import write_new
 from foundation.sizes import amount_of, size_of
+from foundation.typed_values import json_text, to_tree
+from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import (
     TrainingText,
@@ -38,10 +41,31 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None and arguments.steps < 1:
         raise ConfigError(f"--steps={arguments.steps} must be 1 or more, such as 1000")
     text = TrainingText.of_corpus(arguments.corpus)
-    steps, paper = arguments.steps or 0, arguments.paper
-    overrides = arguments.overrides
-    config = new_experiment(file.stem, text, arguments.parameters, paper, steps, overrides)
-    config = resolve(config)
-    write_new(file, experiment_text(config, file, text, overrides))
+    steps, paper = arguments.steps, arguments.paper
+    overrides, of_weights = arguments.overrides, list[str]()
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    if steps is None and re.fullmatch(r"[1-9]\d{0,11}", given.get("optim.steps", "")):
+        steps = int(given["optim.steps"])  # the warm-up and the intervals follow from it
+        overrides = [setting for setting in overrides if not setting.startswith("optim.steps=")]
+    weights = given.get("initial_weights", "").replace("null", "")
+    if weights:
+        from pretrain.weights.initial_weights import model_of_weights  # late: it imports torch
+
+        of_weights = model_overrides(model_of_weights(Path(weights)))
+    asked, settings = arguments.parameters, [*of_weights, *overrides]
+    config = resolve(new_experiment(file.stem, text, asked, paper, steps or 0, settings))
+    if weights:
+        from pretrain.weights.initial_weights import check_initial_weights
+
+        check_initial_weights(config)
+    usual = model_overrides(ModelConfig())
+    shown = [*(setting for setting in of_weights if setting not in usual), *overrides]
+    write_new(file, experiment_text(config, file, text, shown))
     print(next_step(file, config))
     return 0
+
+
+def model_overrides(model: ModelConfig) -> list[str]:
+    """Return all settings of a model but its vocabulary, which is the corpus'."""
+    settings = to_tree(model).items()
+    return [f"model.{name}={json_text(value)}" for name, value in settings if name != "vocab_size"]

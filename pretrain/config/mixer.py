@@ -81,7 +81,7 @@ class MixerFlops(NamedTuple):
 class Kept(NamedTuple):
     """Elements that a mixer keeps for its backward pass, as autograd does."""
 
-    activations: float  # per lane, in the type of activations
+    activations: float = 0.0  # per lane, in the type of activations
     exact: float = 0.0  # per lane, in float32; selective checkpointing computes them again
     shared: float = 0.0  # once for all lanes, in the type of activations
 

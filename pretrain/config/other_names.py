@@ -27,7 +27,13 @@ OTHER_NAMES = {
     **dict.fromkeys(("mems", "memlen", "statepassing", "window", "slidingwindow"), _MEMORY),
     **dict.fromkeys(("tbptt", "truncatedbptt"), f"{_LENGTH} times optim.gradient_segments"),
     **dict.fromkeys(("epochs", "numepochs", "numtrainepochs"), _STEPS),
-    **dict.fromkeys(("maxsteps", "maxiters", "trainiters", "trainsteps", "totalsteps"), _STEPS),
+    **dict.fromkeys(
+        ("maxsteps", "maxiters", "trainiters", "trainsteps", "totalsteps", "trainsamples"), _STEPS
+    ),
+    "lrdecayiters": "optim.schedule.decay_steps, or optim.steps",
+    "torchcompile": "engine.compile",
+    "initfrom": "initial_weights; the same command resumes",
+    **dict.fromkeys(("ropetheta", "ropebase"), "model.positions=rope, with a base of 10,000"),
     **dict.fromkeys(("fsdp", "fsdp2", "dpshard", "zero", "zerooptimization"), _ZERO),
     **dict.fromkeys(("nlayer", "nlayers", "numhiddenlayers"), "model.num_layers"),
     **dict.fromkeys(("nhead", "nheads", "numattentionheads"), "model.num_heads"),
@@ -38,7 +44,13 @@ OTHER_NAMES = {
     **dict.fromkeys(("beta1", "beta2", "adambeta1", "adambeta2"), "optim.betas"),
     **dict.fromkeys(("dtype", "bf16", "fp16", "mixedprecision"), "engine.precision"),
     **dict.fromkeys(
-        ("gradientcheckpointing", "recompute", "recomputeactivations", "remat"),
+        (
+            "gradientcheckpointing",
+            "recompute",
+            "recomputegranularity",
+            "recomputeactivations",
+            "remat",
+        ),
         "engine.activation_checkpointing",
     ),
     **dict.fromkeys(("saveinterval", "savesteps", "ckptinterval"), "checkpoint.interval"),
@@ -54,7 +66,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("tensormodelparallelsize", "tpsize", "pipelinemodelparallelsize"), _NO_PARTS),
     **dict.fromkeys(("outputdir", "outdir", "rundir"), "--run-dir of 'launcher local'"),
     **dict.fromkeys(("train", "training", "trainer"), "data (batches) and optim (steps, rate)"),
-    "wandb": "metrics.wandb_project",
+    **dict.fromkeys(("wandb", "wandblog", "wandbproject", "reportto"), "metrics.wandb_project"),
     **dict.fromkeys(("device", "gpus", "ddp", "nproc"), "launcher local --ranks N; GPUs if any"),
     **dict.fromkeys(("resume", "resumefromcheckpoint", "load", "ckpt"), _NOTHING),
 }

@@ -20,7 +20,13 @@ from foundation.errors import ConfigError
 from foundation.settings import parse_config
 from foundation.yaml_files import merge
 from pretrain.config.engine import EngineConfig
-from pretrain.config.mixer import ENTRY_POINTS, Mixer, SegmentSize, mixer_facts
+from pretrain.config.mixer import (
+    ENTRY_POINTS,
+    Mixer,
+    SegmentSize,
+    activation_bytes,
+    mixer_facts,
+)
 from pretrain.config.model import ModelConfig, Precision
 from pretrain.config.run import DataConfig, RunConfig
 from pretrain.costs.device_memory import layer_bytes
@@ -335,7 +341,8 @@ def _measured(config: ModelConfig, width: int, memory: int = 0, layers: int = 1)
 
 
 def _compared(numbers: Sequence[float], facts: Mapping[str, float], shape: str) -> Result:
-    """Compare numbers by the facts and counted, relative to the third, the mixer's own."""
+    """Compare numbers by the facts and counted, relative to the third: the mixer's own, or for
+    bytes its input and output, if these are more."""
     expected, counted, own = numbers
     parts = ", ".join(f"{name} {number:,.0f}" for name, number in facts.items())
     note = f"{expected:,.0f} by the facts ({parts}), {counted:,.0f} counted, with {shape}"
@@ -376,7 +383,8 @@ def _bytes(subject: Subject, number: int) -> Result:
     one, two = (_bytes_kept(model, size, precision) for model in models)
     facts = own if type(mixer).kept is Mixer.kept else mixer.kept(config, size.tokens)
     shape = f"d_model={config.d_model}, {precision}, {size}"
-    return _compared((own.kept, two - one - rest, own.kept), facts._asdict(), shape)
+    ends = 2 * size.lanes * size.tokens * config.d_model * activation_bytes(engine)
+    return _compared((own.kept, two - one - rest, max(own.kept, ends)), facts._asdict(), shape)
 
 
 def _bytes_kept(config: ModelConfig, size: SegmentSize, precision: Precision) -> int:
@@ -410,10 +418,7 @@ def lane_bytes_off(memory: Memory, config: ModelConfig) -> float:
 
 def _lane_bytes(subject: Subject) -> float:
     _, *memory = subject.result(model=subject.other_model(memory_length=16).float())
-    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in memory}
-    held = sum(storage.nbytes() for storage in storages.values())  # more, if parts are views
-    beside = abs(held - sum(part.nbytes for part in memory))
-    return beside + lane_bytes_off(tuple(memory), replace(subject.config, memory_length=16))
+    return lane_bytes_off(tuple(memory), replace(subject.config, memory_length=16))
 
 
 def _parameters(subject: Subject) -> Result:

@@ -113,7 +113,13 @@ class StateLayer(ResidualLayer):
         read_BLD = drop(read_BLD, self._rate, dropout, Site.ATTENTION_OUTPUT, self._layer)
         completed = compiled_if(self.compiles, ResidualLayer._completed)
         output_BLD = completed(self, hidden_BLD, read_BLD, dropout)
-        return output_BLD, *(part if carries_gradient else part.detach() for part in parts)
+        own = map(_owned, parts)
+        return output_BLD, *(part if carries_gradient else part.detach() for part in own)
+
+
+def _owned(part: Tensor) -> Tensor:
+    """Return the part without what else its memory holds, as of a slice of the whole segment."""
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 class RowsLayer(ResidualLayer):

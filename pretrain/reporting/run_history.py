@@ -275,7 +275,7 @@ def read_history(path: Path) -> History:
         ledger = [event for event in ledger if event.time <= last_sign]
     return History(
         path=path if until is None else directory.with_name(f"{directory.name}@{until}"),
-        config=run_dir.config if until is None else run_dir.settings_at(until),
+        config=run_dir.config if until is None else run_dir.settings_at(until - 1),
         measured=measured,
         ledger=ledger,
         last_sign=last_sign,

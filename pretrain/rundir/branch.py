@@ -15,7 +15,7 @@ from pretrain.config.run import RunConfig
 from pretrain.optim.schedule import learning_rate_at
 from pretrain.rundir.changed_settings import planned_otherwise, refused_changes
 from pretrain.rundir.events import Branched, Published, SettingsChanged, TrainingBegan
-from pretrain.rundir.history import last_event, skipped_windows
+from pretrain.rundir.history import last_event, setting_changes, skipped_windows
 from pretrain.rundir.metrics_file import cut_measurements_after
 from pretrain.rundir.ownership import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
@@ -52,6 +52,10 @@ def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> 
     origin = str(source.path.absolute())
     data["run_settings"] = to_tree(config)
     branch.ledger.append(Branched(step=step, origin=origin, windows=windows, **data))
+    for change in setting_changes(ledger):
+        if change.step <= step:
+            pair = {change.setting: (change.old, change.new)}
+            branch.ledger.append(SettingsChanged(changes=pair, step=change.step))
     if changes := differences(to_tree(before), to_tree(config)):
         branch.ledger.append(SettingsChanged(changes=changes, step=step))
     branch.ledger.append(Published(step=step, attempt=""))

@@ -77,6 +77,13 @@ def check_initial_weights(run: RunConfig) -> None:
     _refuse_other_function(run, weights, origin)
 
 
+def model_of_weights(weights: Path) -> ModelConfig:
+    """Return the model of the weights."""
+    with named_setting("initial_weights"):
+        named = _kept(weights)
+        return RunDir.open(named.run).config.model if named else _model_of_export(weights)[0]
+
+
 def load_initial_weights(engine: Engine, run: RunConfig) -> None:
     """Copy the weights, if any, into the engine's fp32 master weights."""
     weights = run.initial_weights

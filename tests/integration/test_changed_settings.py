@@ -196,6 +196,24 @@ def test_what_a_run_cannot_continue_from_is_refused_before_an_attempt(trunk, exp
     assert (trunk.ledger.read(), branch.exists()) == (ledger, False)
 
 
+def test_a_branch_has_the_settings_that_its_trunk_had_before(trunk, experiment, tmp_path, capfd):
+    changed, branch = RunDir(tmp_path / "changed"), RunDir(tmp_path / "branch")
+    shutil.copytree(trunk.path, changed.path)
+    rate = "optim.learning_rate=5e-4"
+    train("torch", experiment, changed, "--from-step=8", rate, fault="sigkill@11")
+    assert main(["branch", f"{changed.path}@8", str(branch.path)]) == 0
+    for run_dir in (changed, branch):
+        rates = [run_dir.settings_at(step).optim.learning_rate for step in (7, 8)]
+        assert rates == [3e-3, 5e-4]
+    capfd.readouterr()
+    log = train("torch", branch.config_file, branch, "optim.learning_rate=4e-4", fault="sigkill@9")
+    last = next(line for line in branch.read_metrics() if line["step"] == 8)["learning_rate"]
+    assert f"the last one, {last:.3g}" in log
+    at = f"{changed.path}@8"
+    assert main(["report", at, "--output", str(tmp_path)]) == 0
+    assert "step 8 of 30" in capfd.readouterr().out
+
+
 def test_a_damaged_checkpoint_begins_no_branch(trunk, tmp_path, capsys):
     file = step_directory(trunk.checkpoints, 4) / rank_file(0)
     flip_a_bit(file)

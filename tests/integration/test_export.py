@@ -13,7 +13,10 @@ import pytest
 import torch
 import yaml
 
+from foundation.settings import load_config
 from pretrain.cli import main
+from pretrain.config.resolve import resolve
+from pretrain.config.run import RunConfig
 from pretrain.rundir.events import SettingsChanged
 from pretrain.rundir.run_dir import RunDir
 from pretrain.weights.export import load_export, load_trained
@@ -83,6 +86,17 @@ def test_a_new_run_starts_from_the_weights_of_an_export_or_a_checkpoint(exported
     after = load_trained(tmp_path / "run", torch.device("cpu")).module
     for name, parameter in load_export(own)[0].named_parameters():
         assert torch.equal(after.get_parameter(name), parameter), name
+
+
+def test_a_new_experiment_has_the_model_of_its_initial_weights(exported, tiny_corpus, tmp_path):
+    run, own = exported
+    for number, weights in enumerate((own, f"{run}@last")):
+        file = tmp_path / f"new{number}.yaml"
+        words = ["new", str(file), "--corpus", str(tiny_corpus), f"initial_weights={weights}"]
+        assert main([*words, "engine.kind=torch", "optim.steps=1"]) == 0
+        new = resolve(load_config(RunConfig, file))
+        assert new.model == RunDir(run).config.model
+        assert main(["train", str(file), f"--run-dir={tmp_path / str(number)}"]) == 0
 
 
 def test_weights_of_another_model_are_refused(exported, tmp_path, capsys):

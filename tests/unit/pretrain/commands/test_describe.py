@@ -204,8 +204,13 @@ def test_describe_refuses_data_and_weights_as_train_does(corpus, tmp_path, capsy
     run = str(tmp_path / "run.yaml")
     assert main(["describe", run]) == 0
     capsys.readouterr()
+    assert main(["describe", run, "data.lanes=100000"]) == 0, "a plan before there is more text"
+    note = capsys.readouterr().err
+    assert main(["train", run, "--run-dir", str(tmp_path / "run"), "data.lanes=100000"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1].partition(": ")[2]
+    assert "100000 lanes" in said
+    assert said in note
     for setting, message in (
-        ("data.lanes=100000", "100000 lanes"),
         (f"data.mixture=[{{path: {tmp_path}}}]", f"{tmp_path}"),
         (f"initial_weights={tmp_path}", f"{tmp_path}"),
     ):

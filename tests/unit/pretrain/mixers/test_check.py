@@ -17,7 +17,7 @@ from torch.nn.functional import silu, softplus
 
 from foundation.errors import ConfigError
 from pretrain.cli import main
-from pretrain.config.mixer import kinds_here, mixer_facts
+from pretrain.config.mixer import LayerBytes, kinds_here, mixer_facts
 from pretrain.config.model import ModelConfig
 from pretrain.config.run import RunConfig
 from pretrain.mixers import check
@@ -123,9 +123,6 @@ LEAKS: dict[str, tuple[str, Leak]] = {
     "a state is returned rounded": (
         "types", state_after(lambda after, _: after.bfloat16().to(after.dtype)),
     ),
-    "a state is a view of all states": (
-        "lane bytes", state_after(lambda after, _: torch.stack([after, after], 1)[:, 1]),
-    ),
     "one document is read as one per segment": (
         "joined", before(lambda x, s, tail, of: (x, s * (of is not None), tail, of)),
     ),
@@ -191,6 +188,21 @@ def test_a_check_sees_the_leak_that_it_is_for(breaks, monkeypatch):
     name, leak = LEAKS[breaks]
     monkeypatch.setattr("pretrain.model.layer.mixer_class", lambda _: leaky(leak))
     assert not passes(name)
+
+
+def test_a_state_that_is_a_slice_of_all_states_is_kept_alone(monkeypatch):
+    slices = state_after(lambda after, _: torch.stack([after, after], 1)[:, 1])
+    monkeypatch.setattr("pretrain.model.layer.mixer_class", lambda _: leaky(slices))
+    assert passes("lane bytes")
+    _, *memory = drawn().result()
+    assert {part.untyped_storage().nbytes() - part.nbytes for part in memory} == {0}
+
+
+def test_a_layer_that_keeps_nothing_beside_its_input_is_compared_with_its_size(monkeypatch):
+    monkeypatch.setattr(type(mixer_facts("deltanet")), "kept_bytes", lambda *_: LayerBytes(0.0))
+    (result,) = check.checked({"bytes": check.CHECKS["bytes"]}, drawn())
+    assert not result.passed
+    assert "0 by the facts" in result.description
 
 
 def test_a_convolution_across_documents_is_seen(monkeypatch):

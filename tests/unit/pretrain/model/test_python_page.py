@@ -13,6 +13,7 @@ import torch
 
 import data_pipeline
 import pretrain
+from data_pipeline import Corpus
 from pretrain.config.run import DataConfig, ModelConfig, RunConfig
 from pretrain.model.cached import new_stream
 from pretrain.model.transformer_xl import TransformerXL
@@ -49,7 +50,8 @@ def test_the_page_loads_scores_and_generates(corpus, tmp_path, monkeypatch, caps
     assert f"{names['bits_per_byte']:.3f} bits" in out
     assert f"The {names['continuation']}" in out
     assert names["small"].head is not None
-    assert names["corpus"].num_documents == corpus.num_documents
+    train = Corpus.open(tmp_path / "data" / "mine" / "train")
+    assert names["corpus"].num_documents == train.num_documents
     last, following = names["batch"], next(names["again"])
     assert last.tokens_BL.shape == (2, 16)
     assert (following.tokens_BL[:, 0] == last.targets_BL[:, -1]).all()
