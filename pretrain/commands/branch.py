@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = parse_config(RunConfig, tree, f"{COMMAND_LINE} (over {arguments.trunk})")
     directory = new if len(new.parts) > 1 else RUNS / new
     begin_branch(with_absolute_paths(config), directory, trunk, step)
-    print(f"{directory} begins with step {step} of {trunk}")
+    steps = f"{step:,} of {config.optim.steps:,} steps"
+    print(f"{directory} begins with the checkpoint of {trunk} after {steps}")
     if rate := describe_rate(source.settings_at(max(0, step - 1)), config, step):
         print(rate)
     elsewhere = "" if directory == RUNS / config.name else f" --run-dir {directory}"

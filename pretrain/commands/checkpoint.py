@@ -58,11 +58,9 @@ def run_fetch(arguments: argparse.Namespace) -> int:
 def run_list(arguments: argparse.Namespace) -> Answer:
     """List the checkpoints; nothing is verified."""
     run_dir = RunDir.open(arguments.run)
-    losses = {
-        line["step"]: line["loss"]
-        for line in run_dir.read_metrics()
-        if line["kind"] == "evaluation"
-    }
+    lines = [line for line in run_dir.read_metrics() if line["kind"] == "evaluation"]
+    losses = {line["step"]: (line["loss"], line.get("tokens")) for line in lines}
+    is_of_one_text = len({tokens for _, tokens in losses.values()}) < 2
     usable = steps_that_count(run_dir.checkpoints)
     checkpoints, left = list[dict[str, Any]](), MOST_REFUSED_BYTES
     for step in files.steps_on_disk(run_dir.checkpoints):
@@ -71,14 +69,15 @@ def run_list(arguments: argparse.Namespace) -> Answer:
         if contents["tokens"] is None:
             with contextlib.suppress(OSError):
                 left = max(left - (directory / files.INDEX).stat().st_size, SMALL_FILE_BYTES)
-        uses = {"validation": losses.get(step), "uses": _uses(step, usable)}
-        checkpoints.append({"step": step, **contents, **uses})
+        loss, scored = losses.get(step, (None, None))
+        measured = {"validation": loss, "validation_tokens": scored}
+        checkpoints.append({"step": step, **contents, **measured, "uses": _uses(step, usable)})
     rows = [
         (
             str(checkpoint["step"]),
             str(checkpoint["ranks"] or "?"),
             "unreadable" if checkpoint["tokens"] is None else str(checkpoint["tokens"]),
-            format_number(checkpoint["validation"], ".4f"),
+            _loss_text(checkpoint, with_tokens=not is_of_one_text),
             "?" if checkpoint["bytes"] is None else f"{checkpoint['bytes'] / 2**20:.1f}",
             f"{run_dir.path.name}@{checkpoint['step']}: {', '.join(checkpoint['uses']) or 'none'}",
         )
@@ -86,6 +85,11 @@ def run_list(arguments: argparse.Namespace) -> Answer:
     ]
     table = text_table([("step", "ranks", "tokens", "validation", "MiB", "usable for"), *rows])
     return Answer(table if rows else _none_in(run_dir), checkpoints)
+
+
+def _loss_text(checkpoint: dict[str, Any], with_tokens: bool) -> str:
+    loss, tokens = checkpoint["validation"], checkpoint["validation_tokens"]
+    return format_number(loss, ".4f") + (f" on {tokens:,}" if with_tokens and tokens else "")
 
 
 def _uses(step: int, usable: Sequence[int]) -> list[str]:

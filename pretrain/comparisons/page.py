@@ -23,6 +23,7 @@ from pretrain.reporting.charts import (
     FAINT,
     INK,
     SERIES,
+    UNDRAWN,
     canvas,
     comparison_panels,
     legend_above,
@@ -198,7 +199,7 @@ def member_differences(numbers: Sequence[Mapping[str, Any]]) -> Figure:
             axes.plot([row["difference"]], [index], "o", color=color, label=row["member"])
         if None not in ends:
             axes.plot(ends, [index] * 2, "|-", color=color, label=f"{row['member']}, interval")
-    axes.axvline(0, color=FAINT, linewidth=1.0, label="_0")
+    axes.axvline(0, color=FAINT, linewidth=1.0, label=UNDRAWN)
     return figure
 
 

@@ -65,6 +65,7 @@ TICKS_OF_A_DECADE = (
     (np.inf, (1.0,)),
 )
 DASHED = (0, (4, 3))
+UNDRAWN = "_nolegend_"  # the label of lines that are neither in the legend nor in the CSV
 SHOWN_PERCENT = 98  # percentile of the losses; a run's first losses above it are hidden
 SMALLEST_NORM = 1e-12  # a logarithmic axis cannot show 0
 # What a run had spent when a line of measurements was written; None where that is not known.
@@ -247,6 +248,8 @@ def drawn_values(figure: Figure) -> list[dict[str, Any]]:
             series += [(str(shape.get_label()), np.asarray(curve)) for curve in curves]
         on_x, on_y = _tick_texts(axes.xaxis), _tick_texts(axes.yaxis)
         for number, (name, points) in enumerate(series, start=1):
+            if name == UNDRAWN:
+                continue
             # An underscore keeps a name out of the legend; matplotlib's own names have one, too.
             is_own = re.fullmatch(r"_(child)?\d+", name)
             shown = f"{axis} {number}" if is_own else name.lstrip("_").replace("\n", " ")

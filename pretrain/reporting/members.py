@@ -82,7 +82,7 @@ def _difference(base: Member, member: Member) -> dict[str, Any]:
     mean, errors = fmean(pairs), _half_interval(pairs)
     known = [error for pair in texts if (error := difference_error(*pair)) is not None]
     ends = {"interval_low": mean - errors[1], "interval_high": mean + errors[1]} if errors else {}
-    is_unclear = bool(known) and abs(mean) < 1.96 * fmean(known)
+    is_unclear = bool(known) and abs(mean) < fmean(known) * _quantile(len(texts[0][0].parts))
     return {"difference": mean, "unclear": "?" * is_unclear, **ends}
 
 
@@ -114,10 +114,15 @@ def _half_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the standard error of a mean and half its interval; None for fewer than two."""
     if len(values) < 2:
         return None
+    error = stdev(values) / math.sqrt(len(values))
+    return error, error * _quantile(len(values))
+
+
+def _quantile(count: int) -> float:
+    """Return half the interval of a mean of `count` values, in standard errors."""
     from scipy.special import stdtrit  # late: it takes long to import
 
-    error = stdev(values) / math.sqrt(len(values))
-    return error, error * float(stdtrit(len(values) - 1, (1 + LEVEL) / 2))
+    return float(stdtrit(count - 1, (1 + LEVEL) / 2))
 
 
 def member_names(names: Sequence[str], changed: Mapping[str, Sequence[Any]]) -> list[str]:

@@ -41,6 +41,7 @@ from pretrain.rundir.metric_names import (
     set_losses,
     task_columns,
 )
+from pretrain.rundir.run_paths import RUNS
 from pretrain.terminal.text import counted, fitted_table, format_number, perplexity, si
 
 MOST_EVENTS = 60
@@ -304,7 +305,8 @@ def render_comparison(
     lead += " Lines are means over seeds, bands their range." if of_members else ""
     words = {model_in_words(history.config) for history in histories}
     lead += f" {words.pop()}." if len(words) == 1 else ""
-    title = f"Runs in {printable(histories[0].path.absolute().parent.name)}"
+    folder = printable(histories[0].path.absolute().parent.name)
+    title = "Runs" if folder == RUNS.name else f"Runs of {folder}"
     return page(title, "Comparison", lead, [], sections, "Written by 'pretrain report'.")
 
 

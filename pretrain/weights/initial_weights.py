@@ -73,8 +73,8 @@ def check_initial_weights(run: RunConfig) -> None:
         named = _kept(weights)
         origin = _of_checkpoint(*named) if named else _of_export(weights)
     _refuse_other_tokens(run, weights, origin)
-    _refuse_other_shapes(run, weights, origin)
     _refuse_other_function(run, weights, origin)
+    _refuse_other_shapes(run, weights, origin)
 
 
 def model_of_weights(weights: Path) -> ModelConfig:

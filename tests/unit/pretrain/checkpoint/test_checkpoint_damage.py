@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pydantic.type_adapter  # noqa: F401  (a user without rights could not import it)
 import pytest
 
 from pretrain.checkpoint import directory as files
@@ -418,6 +419,11 @@ def test_list_names_every_step_even_if_its_index_is_unreadable(run_dir, capsys):
     first, second, *_ = json.loads(capsys.readouterr().out)
     assert (first["ranks"], first["tokens"], first["validation"]) == (2, 640, 2.1)
     assert second["ranks"] is None
+    lines = [{**evaluation, "tokens": 20_000}, {**evaluation, "step": 40, "tokens": 100_000}]
+    run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["checkpoint", "list", str(run_dir.path)]) == 0
+    said = capsys.readouterr().out
+    assert all(f"2.1000 on {tokens}" in said for tokens in ("20,000", "100,000"))
 
 
 def test_list_reads_large_indexes_in_vain_for_a_while_only(run_dir, monkeypatch, capsys):
