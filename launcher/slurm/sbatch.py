@@ -343,7 +343,7 @@ def check_run(
         shutil.disk_usage(existing).free,
         len(steps_on_disk(RunDir(run_dir).checkpoints)),
     )
-    more = config.checkpoint.num_kept(config.optim.steps) + 1 - on_disk
+    more = max(1, config.checkpoint.num_kept(config.optim.steps) + 1 - on_disk)
     if (needed := more * checkpoint_bytes(config)) > free:
         problem = (
             f"{existing} has {free / GIB:.1f} GiB free, {more} checkpoints need "

@@ -15,6 +15,7 @@ from foundation.files import LARGEST_LIST_BYTES, SMALL_FILE_BYTES, read_json
 from pretrain.checkpoint import directory as files
 from pretrain.checkpoint.verify import MOST_REFUSED_BYTES, steps_that_count, verify_and_keep
 from pretrain.errors import CheckpointError, OtherVersionError, PrunedError
+from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
 from pretrain.terminal.text import format_number, text_table
@@ -60,10 +61,15 @@ def run_list(arguments: argparse.Namespace) -> Answer:
     run_dir = RunDir.open(arguments.run)
     lines = [line for line in run_dir.read_metrics() if line["kind"] == "evaluation"]
     losses = {line["step"]: (line["loss"], line.get("tokens")) for line in lines}
-    is_of_one_text = len({tokens for _, tokens in losses.values()}) < 2
+    on_disk = files.steps_on_disk(run_dir.checkpoints)
+    texts = {
+        (EvaluatedText.of_line(line).part_tokens, line.get("tokens"))
+        for line in lines
+        if line["step"] in on_disk
+    }
     usable = steps_that_count(run_dir.checkpoints)
     checkpoints, left = list[dict[str, Any]](), MOST_REFUSED_BYTES
-    for step in files.steps_on_disk(run_dir.checkpoints):
+    for step in on_disk:
         directory = files.step_directory(run_dir.checkpoints, step)
         contents = _contents(directory, min(left, LARGEST_LIST_BYTES))
         if contents["tokens"] is None:
@@ -77,7 +83,7 @@ def run_list(arguments: argparse.Namespace) -> Answer:
             str(checkpoint["step"]),
             str(checkpoint["ranks"] or "?"),
             "unreadable" if checkpoint["tokens"] is None else str(checkpoint["tokens"]),
-            _loss_text(checkpoint, with_tokens=not is_of_one_text),
+            _loss_text(checkpoint, with_tokens=len(texts) > 1),
             "?" if checkpoint["bytes"] is None else f"{checkpoint['bytes'] / 2**20:.1f}",
             f"{run_dir.path.name}@{checkpoint['step']}: {', '.join(checkpoint['uses']) or 'none'}",
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from data_pipeline.config import MOST_ROWS
-from data_pipeline.corpora.manifest import MANIFEST_NAME
+from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
 from foundation.cli import Answer, add_json, check_least, check_output_directory
 from foundation.errors import ConfigError, print_error
 from foundation.sizes import size_of
@@ -100,8 +100,11 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.follow and (changed or len(arguments.runs) > 1):
         flag = _flag(changed[0]) if changed else f"{len(arguments.runs)} runs"
         raise ConfigError(f"--follow scores one run as its report does: found {flag}")
-    if arguments.data and (arguments.data / MANIFEST_NAME).is_file():  # DIR/SPLIT
-        arguments.data, arguments.split = arguments.data.parent, arguments.data.name
+    data = arguments.data and Path(os.path.abspath(arguments.data))
+    if data and data.name in SPLITS and (data / MANIFEST_NAME).is_file():  # DIR/SPLIT
+        if arguments.split not in ("validation", data.name):
+            raise ConfigError(f"--data={arguments.data} and --split={arguments.split} contradict")
+        arguments.data, arguments.split = data.parent, data.name
     if arguments.split != "validation":
         changed.append("split")
     arguments.is_curve = not changed and (len(arguments.runs) > 1 or arguments.follow)

@@ -1,13 +1,13 @@
 """`pretrain new`: a commented experiment for a corpus, which runs as it is."""
 
 import argparse
-import re
 from pathlib import Path
 
 from foundation.errors import ConfigError
 from foundation.files import write_new
 from foundation.sizes import amount_of, size_of
 from foundation.typed_values import json_text, to_tree
+from foundation.yaml_files import parse_overrides
 from pretrain.config.model import ModelConfig
 from pretrain.config.resolve import resolve
 from pretrain.scaling.new_experiment import (
@@ -43,12 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
     text = TrainingText.of_corpus(arguments.corpus)
     steps, paper = arguments.steps, arguments.paper
     overrides, of_weights = arguments.overrides, list[str]()
-    given = dict(override.split("=", 1) for override in overrides if "=" in override)
-    if steps is None and re.fullmatch(r"[1-9]\d{0,11}", given.get("optim.steps", "")):
-        steps = int(given["optim.steps"])  # the warm-up and the intervals follow from it
+    tree = parse_overrides(overrides)
+    given_steps = tree["optim"].get("steps") if isinstance(tree.get("optim"), dict) else None
+    if steps is None and isinstance(given_steps, int) and 0 < given_steps <= 1e12:
+        steps = given_steps  # the warm-up and the intervals follow from it
         overrides = [setting for setting in overrides if not setting.startswith("optim.steps=")]
-    weights = given.get("initial_weights", "").replace("null", "")
-    if weights:
+    if weights := str(tree.get("initial_weights") or ""):
         from pretrain.weights.initial_weights import model_of_weights  # late: it imports torch
 
         of_weights = model_overrides(model_of_weights(Path(weights)))

@@ -22,7 +22,7 @@ from pathlib import Path
 from foundation.errors import ConfigError
 from foundation.settings import parse_config, require_name
 from foundation.typed_values import to_tree
-from foundation.yaml_files import merge, parse_overrides, read_tree
+from foundation.yaml_files import parse_overrides, read_tree
 from pretrain.config.run import RunConfig
 from pretrain.scaling.plan import PlannedRun, at_computed_flops, planned_run, varied
 from pretrain.sweeps.sweep_file import check_overrides
@@ -30,7 +30,7 @@ from pretrain.sweeps.sweep_file import check_overrides
 # Settings that follow from the comparison, so no member may set them.
 _PLANNED = ("name", "seed", "optim.steps", "optim.learning_rate", "optim.schedule.warmup_steps")
 _PLANNED += ("optim.schedule.decay_steps",)
-_INTERVALS = ("evaluation.interval", "checkpoint.interval")  # planned, too, unless they are given
+_WITH_INTERVALS = ("evaluation", "checkpoint")  # planned, too, unless they are given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +97,10 @@ def plan_members(comparison: Comparison, experiment: Path) -> list[PlannedRun]:
         facts = {"budget": flops, "baseline": float(member == comparison.baseline)}
         item = planned_run(at_computed_flops(run, flops), facts)
         given = (*comparison.settings, *comparison.members[member])
-        intervals = [setting for setting in given if setting.startswith(_INTERVALS)]
-        tree = to_tree(item.run)
-        merge(tree, parse_overrides(intervals))
+        tree, asked = to_tree(item.run), parse_overrides(given)
+        for section in _WITH_INTERVALS:
+            if isinstance(of := asked.get(section), dict) and "interval" in of:
+                tree[section]["interval"] = of["interval"]
         planned.append(replace(item, run=parse_config(RunConfig, tree, run.name)))
     return planned
 

@@ -48,9 +48,14 @@ class MemberResult:
         return self.seeds.loss
 
     @property
-    def lacks_probes(self) -> bool:
-        """Whether some of its runs have probes that others lack."""
-        return any(row.tasks.keys() - self.probes.keys() for row in self.runs)
+    def unpaired(self) -> list[str]:
+        """The probes that some of its runs lack."""
+        names = {
+            name.removeprefix(PROBED).partition("/")[0]
+            for row in self.runs
+            for name in row.tasks.keys() - self.probes.keys()
+        }
+        return sorted(names)
 
     def probed(self, name: str) -> dict[int, float]:
         """Return the values of the columns probes/NAME/NUMBER, by NUMBER."""
@@ -140,8 +145,11 @@ def variant_notes(results: Sequence[MemberResult]) -> list[str]:
             f"the loss from token {FAR} is of '--probe position', which reads a text of its own: "
             "the whole split, unless --max-tokens says less"
         )
-    if unequal := [result.member for result in results if result.lacks_probes]:
-        notes.append(f"no probes of {', '.join(unequal)}: some of its seeds have none")
+    notes += [
+        f"not in the row of {result.member}, as some seeds lack them: {', '.join(result.unpaired)}"
+        for result in results
+        if result.unpaired
+    ]
     if probed := [result for result in results if result.probed("needle")]:
         distances = ", ".join(map(str, probed[0].probed("needle")))
         chance = probed[0].probes[f"{PROBED}chance"]

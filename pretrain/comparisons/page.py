@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foundation.errors import DataError
+from foundation.errors import DataError, UserError
 from pretrain.comparisons.members import (
     MemberResult,
     baseline_of,
@@ -35,7 +35,6 @@ from pretrain.reporting.charts import (
 )
 from pretrain.reporting.members import without_shared
 from pretrain.reporting.run_history import read_histories
-from pretrain.rundir.run_dir import RunDir
 from pretrain.scaling.collect import Row, read_rows
 from pretrain.scaling.fit_charts import LOSS
 from pretrain.scaling.intervals import amount, as_loss
@@ -162,11 +161,12 @@ def _curves(
     results: Sequence[MemberResult], runs: Path
 ) -> dict[str, tuple[Callable[[], Figure], str]]:
     """Return figures of the losses in training, if the runs are in the directory `runs`."""
-    names = [(runs / row.name, result.member) for result in results for row in result.runs]
-    if not all(RunDir(path).exists() for path, _ in names):
+    members = {runs / row.name: result.member for result in results for row in result.runs}
+    try:
+        histories = read_histories([*members])
+    except (UserError, OSError):  # the table needs no runs
         return {}
-    histories = read_histories([path for path, _ in names])
-    panels = comparison_panels(histories, [member for _, member in names])[:2]
+    panels = comparison_panels(histories, [members[history.path] for history in histories])[:2]
     return {
         f"loss-over-{quantity.lower()}": (
             partial(panel_figure, panel, 3.4),
@@ -221,7 +221,7 @@ def position_chart(results: Sequence[MemberResult], baseline: MemberResult) -> F
     for result, color in probed:
         values = [result.probed("position")[first] - base[first] for first in shown]
         axes.plot(shown, values, "o-", color=color, markersize=3, label=result.member)
-    axes.set_xscale("symlog", base=2, linthresh=max(1, shown[0]))
+    axes.set_xscale("symlog", base=2, linthresh=max([1, *shown[:1]]))
     axes.set_xticks(shown[::2], [str(first) for first in shown[::2]])
     legend_above(figure, axes)
     return figure

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from foundation.credentials import is_variable_name, referenced_variable
 from foundation.errors import ConfigError, did_you_mean
@@ -109,6 +109,11 @@ def fixed_nodes(text: str) -> NodeRange:
 class ClusterConfig:
     """A file of configs/clusters. Empty text stands for the cluster's default."""
 
+    other_names: ClassVar[Mapping[str, str]] = {
+        **{name: f"options: {{{name}: ...}}" for name in ("account", "qos", "mem", "constraint")},
+        **dict.fromkeys(("modules", "module"), "setup: module load ..."),
+        **dict.fromkeys(("time", "walltime"), "time_limit"),
+    }
     gpus_per_node: str = "0"
     """GPUs of a node, a rank each: 8, or h100:8 with Slurm's type; 0: a CPU cluster."""
     gpu: Literal["", "A100", "A100-40GB", "B200", "H100", "H200", "L40S", "MI300X", "RTX4090"] = ""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from data_pipeline.config import MixturePart
 from data_pipeline.corpora.manifest import MANIFEST_NAME, read_manifest, read_vocab_size
-from foundation.errors import ConfigError, named_setting
+from foundation.errors import ConfigError, EmptyLaneError, named_setting
 from foundation.files import YAML_SUFFIXES
 from foundation.paths import absolute, path_text, url_of
 from pretrain.config.evaluation_sets import VALIDATION, splits_of_sets
@@ -24,18 +24,23 @@ def resolve(config: RunConfig) -> RunConfig:
     from data_pipeline.lanes.lane_plan import check_lanes
     from data_pipeline.lanes.mixture import open_training_data, plan_of
 
-    corpus = None
+    corpus, empty = None, None
     for step in (0, *(phase.from_step for phase in config.data.phases)):
         phase, setting = run_at(config, step), mixture_setting(config, step)
         data = phase.data
         corpus = open_training_data(
             data.path, data.mixture, data.cache, data.manifest_hashes, setting
         )
-        check_lanes(plan_of(corpus, data.lanes, phase.seed), corpus.manifest.longest_whole)
+        try:
+            check_lanes(plan_of(corpus, data.lanes, phase.seed), corpus.manifest.longest_whole)
+        except EmptyLaneError as error:
+            empty = empty or error
     assert corpus is not None
     with named_setting("data.path"):
         read_manifest(config.data.directory() / VALIDATION)
     splits_of_sets(config)
+    if empty:  # after all else, since `describe` goes on
+        raise empty
     # All corpora have the same tokenizer. Its size replaces any that the settings give.
     size = tokenizer_of(corpus.tokenizer_directory.parent).vocab_size
     return _with_size(config, size)

@@ -242,7 +242,7 @@ class CheckpointConfig:
     """Object store (s3://BUCKET/runs): checkpoints are uploaded below the run's name; "": none."""
 
     def num_kept(self, steps: int) -> int:
-        """The checkpoints that are kept after this many steps."""
+        """The most checkpoints that are kept after this many steps."""
         return self.keep_last + (steps // self.keep_every if self.keep_every else 0)
 
     def __post_init__(self) -> None:

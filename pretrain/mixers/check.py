@@ -342,7 +342,7 @@ def _measured(config: ModelConfig, width: int, memory: int = 0, layers: int = 1)
 
 def _compared(numbers: Sequence[float], facts: Mapping[str, float], shape: str) -> Result:
     """Compare numbers by the facts and counted, relative to the third: the mixer's own, or for
-    bytes its input and output, if these are more."""
+    bytes its input and output, if it has none."""
     expected, counted, own = numbers
     parts = ", ".join(f"{name} {number:,.0f}" for name, number in facts.items())
     note = f"{expected:,.0f} by the facts ({parts}), {counted:,.0f} counted, with {shape}"
@@ -384,7 +384,7 @@ def _bytes(subject: Subject, number: int) -> Result:
     facts = own if type(mixer).kept is Mixer.kept else mixer.kept(config, size.tokens)
     shape = f"d_model={config.d_model}, {precision}, {size}"
     ends = 2 * size.lanes * size.tokens * config.d_model * activation_bytes(engine)
-    return _compared((own.kept, two - one - rest, max(own.kept, ends)), facts._asdict(), shape)
+    return _compared((own.kept, two - one - rest, own.kept or ends), facts._asdict(), shape)
 
 
 def _bytes_kept(config: ModelConfig, size: SegmentSize, precision: Precision) -> int:

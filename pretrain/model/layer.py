@@ -119,7 +119,7 @@ class StateLayer(ResidualLayer):
 
 def _owned(part: Tensor) -> Tensor:
     """Return the part without what else its memory holds, as of a slice of the whole segment."""
-    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+    return part if part.untyped_storage().size() == part.nbytes else part.clone()
 
 
 class RowsLayer(ResidualLayer):

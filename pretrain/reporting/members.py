@@ -80,9 +80,13 @@ def _difference(base: Member, member: Member) -> dict[str, Any]:
         return {}
     pairs = [member.losses[seed] - base.losses[seed] for seed in seeds]
     mean, errors = fmean(pairs), _half_interval(pairs)
-    known = [error for pair in texts if (error := difference_error(*pair)) is not None]
+    known = [
+        error * _quantile(len(pair[0].parts))
+        for pair in texts
+        if (error := difference_error(*pair)) is not None
+    ]
     ends = {"interval_low": mean - errors[1], "interval_high": mean + errors[1]} if errors else {}
-    is_unclear = bool(known) and abs(mean) < fmean(known) * _quantile(len(texts[0][0].parts))
+    is_unclear = bool(known) and abs(mean) < fmean(known)
     return {"difference": mean, "unclear": "?" * is_unclear, **ends}
 
 

@@ -51,11 +51,9 @@ def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> 
     data = {name: began[name] for name in ("tokenizer", "validation", "sets")}
     origin = str(source.path.absolute())
     data["run_settings"] = to_tree(config)
-    branch.ledger.append(Branched(step=step, origin=origin, windows=windows, **data))
-    for change in setting_changes(ledger):
-        if change.step <= step:
-            pair = {change.setting: (change.old, change.new)}
-            branch.ledger.append(SettingsChanged(changes=pair, step=change.step))
+    past = [(c.step, c.setting, c.old, c.new) for c in setting_changes(ledger) if c.step <= step]
+    began = Branched(step=step, origin=origin, windows=windows, changes=tuple(past), **data)
+    branch.ledger.append(began)
     if changes := differences(to_tree(before), to_tree(config)):
         branch.ledger.append(SettingsChanged(changes=changes, step=step))
     branch.ledger.append(Published(step=step, attempt=""))

@@ -163,13 +163,15 @@ class Restored(Event):
 class Branched(Event):
     """The run began with the checkpoint of `step` of the run in the directory `origin`.
 
-    It skips the same `windows` of segments. `tokenizer`, `validation` and `sets` are of the last
+    It skips the same `windows` of segments. `changes` happened to its settings until then,
+    as (step, setting, old value, new value). `tokenizer`, `validation` and `sets` are of the last
     start of that run.
     """
 
     step: int
     origin: str
     windows: tuple[tuple[int, int], ...] = ()
+    changes: tuple[tuple[int, str, Any, Any], ...] = ()
     tokenizer: str = ""
     validation: str = ""
     sets: dict[str, str] = field(default_factory=dict)

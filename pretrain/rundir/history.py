@@ -142,7 +142,10 @@ def setting_changes(ledger: Sequence[Event]) -> list[SettingChange]:
     """Return the changes of settings of updates that still hold: a resume from a step replaces the
     changes that earlier resumes made from there on of the same setting, or also of the rate."""
     changes: list[SettingChange] = []
-    for event in find_events(ledger, SettingsChanged):
+    for event in find_events(ledger, SettingsChanged, Branched):
+        if isinstance(event, Branched):
+            changes = [SettingChange(*change) for change in event.changes]
+            continue
         pairs = {key: pair for key, pair in event.changes.items() if key.startswith(OF_UPDATES)}
         kinds = (*pairs, *(OF_RATE if any(key.startswith(OF_RATE) for key in pairs) else ()))
         replaced = [c for c in changes if c.step >= event.step and c.setting.startswith(kinds)]

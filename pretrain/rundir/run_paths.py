@@ -1,5 +1,6 @@
 """Where runs are unless a flag says otherwise, and how a command line names them. Torch-free."""
 
+import os
 from pathlib import Path
 
 from foundation.errors import did_you_mean
@@ -9,18 +10,19 @@ from pretrain.checkpoint.directory import STEP_NAME
 RUNS = Path("runs")
 RUN_FILE = "run.json"  # in the directory of a run
 EXPORTED_WEIGHTS = "model.safetensors"  # in the directory of an export
+_OF_RUNS = (RUN_FILE, "checkpoints", "slurm", EXPORTED_WEIGHTS)
 _MOST_SHOWN = 6  # runs of a sweep in an error message
 
 
 def run_path(text: str | Path) -> Path:
     """Return the path of the argument RUN, which may be NAME or SWEEP/CELL in runs/.
 
-    A run in runs/ also goes before a folder NAME that is no run, which is ./NAME.
+    A run in runs/ also goes before a folder NAME with nothing of a run or an export in it.
     """
     path, named = Path(text), RUNS / text
-    if path.exists() and not (path / RUN_FILE).exists() and (named / RUN_FILE).exists():
-        return path.absolute() if str(text).startswith(".") else named
-    return named if not path.exists() and named.exists() else path
+    if any(os.path.exists(path / name) for name in _OF_RUNS):
+        return path
+    return named if os.path.exists(named / RUN_FILE if os.path.exists(path) else named) else path
 
 
 def runs_below(path: Path) -> list[Path]:

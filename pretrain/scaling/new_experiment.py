@@ -23,7 +23,7 @@ from foundation.settings import load_config, parse_config, require_name
 from foundation.typed_values import json_text, to_tree
 from foundation.yaml_files import SHIPPED, dump_yaml, merge, parse_overrides, require_yaml_name
 from pretrain.config.engine import EngineConfig
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import MOST_HEADS, ModelConfig
 from pretrain.config.run import DataConfig, EvaluationConfig, RunConfig
 from pretrain.costs.flops import run_cost
 from pretrain.costs.run_time import run_time
@@ -72,7 +72,7 @@ _COMMENTS = {
     "engine.precision": "bf16 on GPUs",
     "checkpoint.interval": "steps",
     "evaluation.interval": "steps; 0: only at the end",
-    "evaluation.max_tokens": "of the validation split; 0: all",
+    "evaluation.max_tokens": "of the split, 0: all; the last one: at least 100,000",
 }
 
 
@@ -144,6 +144,8 @@ def new_experiment(
             f"the nearest model has {amount(size)}; ask for that many, or build the corpus with "
             "another vocab_size"
         )
+    run = _overridden(run, overrides)
+    size = run_cost(run).parameters
     lanes, segment = fitting_batch(base.data, text)
     wider = base.model.d_model / run.model.d_model
     highest = PAPER_RATE if paper else HIGHEST_RATE
@@ -183,7 +185,9 @@ def _overridden(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
         most = max(1, width // run.model.head_width)
         even = (heads for heads in range(most, 1, -1) if width % (2 * heads) == 0)
         tree["model"]["num_heads"] = next(even, 1)
-    if (heads := tree["model"]["num_heads"]) != run.model.num_heads and "num_key_heads" not in own:
+    heads = tree["model"]["num_heads"]
+    is_new = isinstance(heads, int) and 0 < heads <= MOST_HEADS and heads != run.model.num_heads
+    if is_new and "num_key_heads" not in own:
         tree["model"]["num_key_heads"] = grouped_key_heads(run.model, heads)
     return parse_config(RunConfig, tree, "command line")
 

@@ -7,7 +7,7 @@ from typing import Any
 from data_pipeline.tokenizer import MODEL_NAME, Tokenizer
 from foundation.paths import path_text
 from foundation.typed_values import json_text
-from pretrain.config.phases import SettingChange, spans_of_phases
+from pretrain.config.phases import SettingChange, settings_at, spans_of_phases
 from pretrain.costs.flops import model_in_words, parameter_counts
 from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.terminal.text import format_number
@@ -66,11 +66,12 @@ def model_card(
     those that resumes made to settings of updates."""
     config, model = trained.config, trained.config.model
     spans = spans_of_phases(config, range(min(trained.step, config.optim.steps)))
+    last = settings_at(config, max(0, trained.step - 1), changes)
     training = {
         "steps": f"{trained.step:,}",
         "tokens per step, at the end": f"{config.tokens_per_step:,}",
         "segment length": f"{trained.segment_length:,}",
-        "optimizer": f"{config.optim.name}, learning rate {config.optim.learning_rate:g}",
+        "optimizer": f"{last.optim.name}, learning rate {last.optim.learning_rate:g}",
         "seed": str(config.seed),
     }
     for change in changes:

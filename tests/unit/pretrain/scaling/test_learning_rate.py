@@ -385,7 +385,7 @@ def test_probes_that_some_seeds_lack_are_not_in_the_table(compared, tmp_path, ca
     (tmp_path / "c8e07-long-lr0.004-s3" / "probes.json").unlink()
     assert command("collect", compared / "sweep.yaml", "--runs-dir", tmp_path) == 0
     assert command("report", tmp_path / "runs.csv") == 0
-    assert "no probes of long: some of its seeds have none" in capsys.readouterr().out
+    assert "not in the row of long, as some seeds lack them: " in capsys.readouterr().out
     numbers = csv.DictReader((tmp_path / "scaling-report" / "table-variants.csv").open())
     assert {row["member"]: bool(row["needle"]) for row in numbers} == {
         "long": False,
