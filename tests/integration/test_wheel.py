@@ -107,7 +107,7 @@ def test_the_first_commands_of_the_readme_run_and_resume(wheel, programs, tmp_pa
     for line in block.strip().splitlines():
         words = line.partition("#")[0].split()
         run(programs, tmp_path, *words, *settings.get(words[1], ()))
-    assert (tmp_path / "mine" / "model.safetensors").exists()
+    assert (tmp_path / "mine-hf" / "model.safetensors").exists()
     assert (tmp_path / "runs" / "mine" / "report.html").exists()
     run(programs, tmp_path, "launcher", "local", "mine.yaml", *short, "optim.steps=3")
     starts = find_events(RunDir(tmp_path / "runs" / "mine").ledger.read(), TrainingBegan)
