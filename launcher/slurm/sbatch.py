@@ -339,11 +339,8 @@ def check_run(
         _check_memory(config, cluster, ranks)
     notes = []
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    free, on_disk = (
-        shutil.disk_usage(existing).free,
-        len(steps_on_disk(RunDir(run_dir).checkpoints)),
-    )
-    more = max(1, config.checkpoint.num_kept(config.optim.steps) + 1 - on_disk)
+    free, on_disk = shutil.disk_usage(existing).free, steps_on_disk(RunDir(run_dir).checkpoints)
+    more = max(1, config.checkpoint.num_kept(config.optim.steps) + 1 - len(on_disk))
     if (needed := more * checkpoint_bytes(config)) > free:
         problem = (
             f"{existing} has {free / GIB:.1f} GiB free, {more} checkpoints need "

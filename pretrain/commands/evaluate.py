@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from data_pipeline.config import MOST_ROWS
-from data_pipeline.corpora.manifest import MANIFEST_NAME, SPLITS
+from data_pipeline.corpora.manifest import SPLITS
 from foundation.cli import Answer, add_json, check_least, check_output_directory
 from foundation.errors import ConfigError, print_error
 from foundation.sizes import size_of
+from pretrain.config.evaluation_sets import evaluated_split
 from pretrain.config.model import Precision, ProbeName, RopeExtension
 from pretrain.distributed.slurm_variables import rank_numbers
 from pretrain.processes.leaving import leave_group
@@ -101,7 +102,7 @@ def _check(arguments: argparse.Namespace) -> None:
         flag = _flag(changed[0]) if changed else f"{len(arguments.runs)} runs"
         raise ConfigError(f"--follow scores one run as its report does: found {flag}")
     data = arguments.data and Path(os.path.abspath(arguments.data))
-    if data and data.name in SPLITS and (data / MANIFEST_NAME).is_file():  # DIR/SPLIT
+    if data and data.name in SPLITS and evaluated_split(data) == data:  # DIR/SPLIT
         if arguments.split not in ("validation", data.name):
             raise ConfigError(f"--data={arguments.data} and --split={arguments.split} contradict")
         arguments.data, arguments.split = data.parent, data.name

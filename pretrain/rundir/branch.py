@@ -52,8 +52,8 @@ def begin_branch(config: RunConfig, directory: Path, trunk: Path, step: int) -> 
     origin = str(source.path.absolute())
     data["run_settings"] = to_tree(config)
     past = [(c.step, c.setting, c.old, c.new) for c in setting_changes(ledger) if c.step <= step]
-    began = Branched(step=step, origin=origin, windows=windows, changes=tuple(past), **data)
-    branch.ledger.append(began)
+    branched = Branched(step=step, origin=origin, windows=windows, changes=tuple(past), **data)
+    branch.ledger.append(branched)
     if changes := differences(to_tree(before), to_tree(config)):
         branch.ledger.append(SettingsChanged(changes=changes, step=step))
     branch.ledger.append(Published(step=step, attempt=""))

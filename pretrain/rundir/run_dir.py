@@ -57,7 +57,7 @@ from pretrain.rundir.ledger import Ledger
 from pretrain.rundir.lock import Lock, read_lock, run_lock
 from pretrain.rundir.metrics_file import read_measurements
 from pretrain.rundir.ownership import make_run_directory, refuse_links
-from pretrain.rundir.run_paths import advice_on
+from pretrain.rundir.run_paths import RUN_FILE, advice_on
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class RunDir:
         self.wandb = self.path / "wandb"
         self.traces = self.path / "traces"
         self.heartbeats = self.path / heartbeat.DIRECTORY
-        self._identity_file = self.path / "run.json"
+        self._identity_file = self.path / RUN_FILE
         self.config_file = self.path / "config.yaml"
 
     def __repr__(self) -> str:

@@ -74,11 +74,12 @@ def model_card(
         "optimizer": f"{last.optim.name}, learning rate {last.optim.learning_rate:g}",
         "seed": str(config.seed),
     }
-    for change in changes:
-        if change.step < trained.step:
-            after = training.setdefault(f"changed after step {change.step:,}", "")
-            text = f"{change.setting}: {json_text(change.old)}, then {json_text(change.new)}"
-            training[f"changed after step {change.step:,}"] = f"{after}; {text}".removeprefix("; ")
+    for step in dict.fromkeys(change.step for change in changes if change.step < trained.step):
+        training[f"changed after step {step:,}"] = "; ".join(
+            f"{change.setting}: {json_text(change.old)}, then {json_text(change.new)}"
+            for change in changes
+            if change.step == step
+        )
     for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character"):
         if evaluation is not None and evaluation.get(name) is not None:
             training[f"validation {name.replace('_', ' ')}"] = f"{evaluation[name]:.4f}"
