@@ -20,8 +20,8 @@ INTRODUCTION = """\
 
 Every setting of the three kinds of files, written by `python -m docs.settings_page` from the
 classes that check them. The same text is printed by `pretrain settings [PREFIX]`, `data-pipeline
-settings [PREFIX]` and `launcher settings [PREFIX]`; PREFIX is a setting, a section or a part of a
-name: `pretrain settings rate`.
+settings [PREFIX]` and `launcher settings [PREFIX]`; PREFIX is a setting, a section, a part of a
+name or of an explanation: `pretrain settings rate`.
 
 * A file has `name: value` lines, in sections: `optim: {steps: 400}`. The command line takes the
   same as `optim.steps=400`. `extends: other.yaml` takes over another file's settings.

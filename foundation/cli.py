@@ -33,7 +33,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from foundation.errors import ConfigError, UserError, did_you_mean, exit_status_of
 from foundation.programs import versions
-from foundation.settings import Setting, other_name, settings_of, suggestion
+from foundation.settings import Setting, known_answer, other_name, settings_of, suggestion
 from foundation.typed_values import json_text
 
 _OVERRIDES = "KEY=VALUE"
@@ -198,7 +198,7 @@ class _Parser(argparse.ArgumentParser):
 
 def add_prefix(parser: argparse.ArgumentParser) -> None:
     """Define the argument of every command that explains settings."""
-    words = "a setting, a section or a part of a name (default: all settings)"
+    words = "a setting, a section, a part of a name or of an explanation (default: all)"
     parser.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help=words)
 
 
@@ -264,9 +264,10 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
     ConfigError, with a close name, if no setting matches.
     """
     known = list(settings_of(schema))
-    exact = [one.name for one in known if prefix in (one.name, one.leaf)]
-    if not exact and (other := other_name(schema, prefix)):
-        raise ConfigError(f"{prefix}: unknown setting{other}")
+    other = other_name(schema, prefix.rpartition(".")[2])
+    exact = [one.name for one in known if prefix == one.leaf or one.name in (prefix, other)]
+    if other and not exact:
+        raise ConfigError(f"{prefix}: unknown setting; here it is {other}")
     meant = (
         exact
         or [one.name for one in known if prefix in one.name or prefix in _choices(one.hint)]
@@ -275,6 +276,8 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
     if not meant:
         *sections, name = prefix.split(".")
         owners = [one.section for one in known if one.name == ".".join(sections)]
+        if sections and not owners:  # another system's section
+            name, sections = name if known_answer(schema, (), name) else sections[0], []
         hint = suggestion((*owners, schema)[0] or schema, schema, sections, name)
         raise ConfigError(f"{prefix}: unknown setting{hint}")
     inside = tuple(f"{name}{mark}" for name in meant for mark in (".", "["))

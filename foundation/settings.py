@@ -244,31 +244,44 @@ def meanings_of(schema: type) -> Mapping[str, str]:
 def suggestion(schema: Any, root: Any, where: Sequence[str], name: str) -> str:
     """Return the end of an error about the unknown `name` in the section `where` of `root`.
 
-    It names the settings with that name in other sections, else the setting that the root's
-    `other_names` gives for another system's name, else a close name.
+    It is `known_answer`, else a close name.
     """
     if "." in name:
         nested = name.replace(".", ": {") + ": ..." + "}" * name.count(".")
         return f"; in a file, write sections inside each other: {nested}"
-    plain = [setting for setting in settings_of(root) if "[]" not in setting.name]
-    inside = [setting for setting in plain if setting.name.startswith(".".join((*where, "")))]
-    same = [setting.name for setting in inside if setting.leaf == name]
-    if same := same or [setting.name for setting in plain if setting.leaf == name]:
-        return f"; did you mean {' or '.join(map(repr, same[:MOST_SUGGESTED]))}?"
-    if other := other_name(root, name):
-        return other
+    if answer := known_answer(root, where, name):
+        return answer
     own = [field.name for field in fields(schema)]
-    nested = {setting.leaf: setting.name for setting in reversed(inside)}
+    nested = {setting.leaf: setting.name for setting in reversed(_settings_inside(root, where))}
     close = difflib.get_close_matches(name, nested, n=1, cutoff=0.8)
     if close and not difflib.get_close_matches(name, own):
         return f"; did you mean {nested[close[0]]!r}?"
     return did_you_mean(name, own).replace(" mean '", f" mean '{'.'.join((*where, ''))}")
 
 
+def known_answer(root: Any, where: Sequence[str], name: str) -> str:
+    """Return the end of an error that tells with certainty which setting is meant; else ''.
+
+    It names the settings with that name in other sections, else the setting that the root's
+    `other_names` gives for another system's name.
+    """
+    inside, plain = _settings_inside(root, where), _settings_inside(root, ())
+    same = [setting.name for setting in inside if setting.leaf == name]
+    if same := same or [setting.name for setting in plain if setting.leaf == name]:
+        return f"; did you mean {' or '.join(map(repr, same[:MOST_SUGGESTED]))}?"
+    other = other_name(root, name)
+    return f"; here it is {other}" if other else ""
+
+
+def _settings_inside(root: Any, where: Sequence[str]) -> list[Setting]:
+    known = [setting for setting in settings_of(root) if "[]" not in setting.name]
+    return [setting for setting in known if setting.name.startswith(".".join((*where, "")))]
+
+
 def other_name(schema: Any, name: str) -> str:
-    """Return the end of an error about a name that another system uses; '' for other names."""
-    own = getattr(schema, "other_names", {}).get(name.lower().replace("_", "").replace("-", ""))
-    return f"; here it is {own}" if own else ""
+    """Return what a name of another system is called here, from `other_names`; '' if unknown."""
+    known: Mapping[str, str] = getattr(schema, "other_names", {})
+    return known.get(name.lower().replace("_", "").replace("-", ""), "")
 
 
 def load_config(
@@ -389,6 +402,9 @@ def _describe(root: Any, problem: Problem) -> str | None:
     if problem.code == "value_error":
         return problem.expected
     if problem.code == "unexpected_keyword_argument":
+        for leaf in problem.value if isinstance(problem.value, Mapping) else ():
+            if answer := known_answer(root, (), str(leaf)):  # another system's section
+                return f"{name}.{leaf}: unknown setting{answer}"
         return f"{name}: unknown setting{suggestion(owner, root, names[:-1], names[-1])}"
     if problem.code == "missing" and isinstance(problem.where[-1], str):
         return f"{name}: missing; it has no default"

@@ -28,14 +28,9 @@ OWN_FLAGS: dict[str, dict[str, Any]] = {
 }
 # Flags with which losses are other numbers than those of a run's report.
 OTHER_NUMBERS = (
-    "memory_length",
-    "segment_length",
-    "clamp",
-    "rope_extension",
-    "same_length",
-    "data",
-)
-OTHER_NUMBERS += ("ema", "context_length", "probe")
+    "memory_length", "segment_length", "clamp", "rope_extension", "same_length", "data", "ema",
+    "context_length", "probe",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,8 +123,6 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.output:
         check_output_directory("--output", arguments.output)
     check_least(arguments, 2, "longest_context")
-    if arguments.context_length and arguments.lanes:
-        raise ConfigError("--lanes has no effect on --context-length; leave it out")
     if arguments.tasks and arguments.max_tokens:
         raise ConfigError("--max-tokens has no effect on --tasks; use --limit")
     if arguments.tasks:

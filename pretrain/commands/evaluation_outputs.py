@@ -1,6 +1,7 @@
 """What `pretrain evaluate` measures of each model, ready to be printed. Imports torch."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,7 +81,10 @@ def outputs_of(arguments: argparse.Namespace) -> list[EvaluationOutput]:
 
 
 def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput] | None:
-    """Score checkpoints of one run and add them to its files; None if other models are named."""
+    """Score checkpoints of one run and add them to its files; None if other models are named.
+
+    Each is printed as soon as it is scored, the table at the end.
+    """
     named = [run_step(path) for path in arguments.runs if not is_export(path)]
     is_one = len({path for path, _ in named}) == 1 and len(named) == len(arguments.runs)
     steps = [step for _, step in named if step is not None]
@@ -106,7 +110,9 @@ def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput
         if arguments.tasks:
             values |= task_values(_tasks(arguments, path, scorer).values["results"])
         write_point(run_dir, step, {"attempt": saved.attempt, **values})
+        print(f"step {step:,}: loss {values['loss']:.4f}", file=sys.stderr, flush=True)
     lines = run_dir.read_evaluations()
+    lines = [line for line in lines if arguments.follow or line["step"] in steps]
     rows = [("step", "loss", "standard error", "validated on")]
     rows += [
         (f"{line['step']:,}", f"{line['loss']:.4f}", *EvaluatedText.of_line(line).cells)
@@ -198,7 +204,9 @@ def _context_lengths(
     corpora = [_corpus(arguments, trained) for trained in models]
     if len({corpus.manifest.hash for corpus in corpora}) > 1:
         raise ConfigError("the runs have different corpora; give one for all with --data")
-    positions = SplitPositions(corpora[0], CONTEXT_POSITIONS, longest, arguments.max_tokens)
+    positions = SplitPositions(
+        corpora[0], CONTEXT_POSITIONS, longest, arguments.max_tokens, arguments.lanes
+    )
 
     def losses_of(trained: TrainedModel) -> Losses:
         memory, segment = _how_to_read(arguments, trained)

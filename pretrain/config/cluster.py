@@ -145,7 +145,7 @@ class ClusterConfig:
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of every rank; env:NAME takes the submitter's NAME, for secrets."""
     container_image: str = ""
-    """Image of the ranks, started by apptainer if it is a .sif file, else by pyxis; empty: none."""
+    """Image of the ranks with all dependencies: a .sif file for apptainer, else for pyxis."""
     container_mounts: tuple[str, ...] = ()
     """Host directories mounted under the same path, such as the corpus'."""
 

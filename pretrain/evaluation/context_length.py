@@ -22,7 +22,7 @@ from pretrain.model.memory import document_starts
 
 THRESHOLD = 0.01  # relative decrease of perplexity that still counts as help
 READ_TOKENS = 8192  # tokens of the split in one batch
-LANES = 64  # positions computed together
+LANES = 64  # positions computed together by default
 # Takes a context length; returns the NLL [P] of each position after so many tokens, in float64.
 Losses = Callable[[int], Tensor]
 
@@ -84,9 +84,14 @@ def _gain(best_P: Tensor, longer_P: Tensor, share: float) -> float:
 
 
 class SplitPositions:
-    """Up to `most` positions spread evenly over a split, each after `longest` tokens or more."""
+    """Up to `most` positions spread evenly over a split, each after `longest` tokens or more.
 
-    def __init__(self, corpus: Corpus, most: int, longest: int, max_tokens: int = 0) -> None:
+    `lanes` of them are computed together.
+    """
+
+    def __init__(
+        self, corpus: Corpus, most: int, longest: int, max_tokens: int = 0, lanes: int = 0
+    ) -> None:
         parts = EvaluationStream(corpus, 1, READ_TOKENS, range(1), max_tokens)
         tokens_T = torch.cat([torch.from_numpy(part.targets_BL[part.valid_BL]) for part in parts])
         available = len(tokens_T) - longest
@@ -96,7 +101,7 @@ class SplitPositions:
                 f"context, {longest:,}; use a shorter one"
             )
         num_positions = min(most, available)
-        self.tokens_T = tokens_T
+        self.tokens_T, self._lanes = tokens_T, lanes or LANES
         self._end_id = corpus.manifest.end_id
         self.offsets_P = longest + torch.arange(num_positions) * available // num_positions
 
@@ -110,7 +115,7 @@ class SplitPositions:
         """Return the NLL [P] in float64 after exactly `length` tokens, read as a new stream."""
         device = next(module.parameters()).device
         losses_of_windows = []
-        for offsets_B in self.offsets_P.split(LANES):
+        for offsets_B in self.offsets_P.split(self._lanes):
             windows_BW = self.tokens_T[(offsets_B[:, None] + torch.arange(-length, 1))]
             tokens_BL, targets_B = windows_BW[:, :-1].to(device), windows_BW[:, -1].to(device)
             starts_BL = document_starts(tokens_BL, self._end_id)

@@ -228,8 +228,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         tree = read_json(path, LARGEST_CONFIG_BYTES)
         if "model_type" in tree:
             raise CheckpointError(
-                f"{path} is for Hugging Face transformers: it can be initial_weights; to evaluate "
-                "the model here, export the run without --format"
+                f"{path} is for Hugging Face transformers: it can be initial_weights; for "
+                "commands of this project export the run without --format"
             )
         if (version := tree.get("format")) != FORMAT:
             raise CheckpointError(

@@ -159,7 +159,9 @@ def test_kept_checkpoints_are_scored_by_another_job(places, tmp_path, capsys):
     assert points[0]["loss/beside"] == pytest.approx(measured[2]["loss/beside"], rel=1e-5)
     run_dir.evaluations.unlink()
     assert main(["evaluate", run, "--follow", "--json"]) == 0, "the run has ended"
-    points = json.loads(capsys.readouterr().out)["results"]
+    out, err = capsys.readouterr()
+    points = json.loads(out)["results"]
+    assert err == "".join(f"step {x['step']}: loss {x['loss']:.4f}\n" for x in points)
     assert [point["step"] for point in points] == [2, 4]
     assert points[1]["loss"] == pytest.approx(measured[4]["loss"], rel=1e-5)
     assert points[0]["tokens"] == measured[4]["tokens"] > measured[2]["tokens"]
@@ -169,7 +171,9 @@ def test_kept_checkpoints_are_scored_by_another_job(places, tmp_path, capsys):
     )
     files = sorted(run_dir.path.glob("tensorboard-checkpoints-*-tokens/*"))
     assert len(files) == 2, "one per text"
-    assert main(["evaluate", f"{run}@2", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", f"{run}@4", f"{run}@4", "--json"]) == 0
+    assert [x["step"] for x in json.loads(capsys.readouterr().out)["results"]] == [4], "as named"
     (curve,) = {path.parent for path in files if "-600-" not in path.parent.name}
     events = EventAccumulator(str(curve)).Reload()
     tags = events.Tags()["scalars"]

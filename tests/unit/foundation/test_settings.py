@@ -53,6 +53,9 @@ def test_the_settings_page_is_what_its_command_writes():
         ({"optim": {"schedule": 3}}, "shape, warmup_steps"),
         ({"model": {"num_hed": 2}}, "'model.num_heads'"),
         ({"checkpoint": {"every": 2}}, "here it is interval, in checkpoint"),
+        ({"training": {"seq_len": 8}}, "training.seq_len: unknown setting; here it is data.seg"),
+        ({"train": {"steps": 8}}, "train.steps: unknown setting; did you mean 'optim.steps'?"),
+        ({"activation_checkpoint": {"mode": 1}}, "here it is engine.activation_checkpointing"),
         ({"optim": {"lanes": 8}}, "'data.lanes' or 'evaluation.lanes'"),
         ({"interval": 8}, "'checkpoint.interval' or 'evaluation.interval' or 'metrics.interval'"),
     ],
@@ -117,6 +120,7 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         (data_pipeline, "vocab", "tokenizer.vocab_size = 16384"),
         (data_pipeline, "tokenizer", "tokenizer.vocab_size = 16384"),
         (launcher, "time", "time_limit = 24:00:00"),
+        (pretrain, "training.lr", "optim.learning_rate = 0.00025"),
     ):
         assert program(["settings", *([prefix] if prefix else [])]) == 0
         out = capsys.readouterr().out

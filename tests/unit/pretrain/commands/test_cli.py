@@ -154,7 +154,6 @@ def files_in(directory: Path) -> dict[str, str]:
         (("evaluate", "r", "--trials=5"), "--probe"),
         (("evaluate", "r", "--tasks=missing.yaml,arc_easy"), "missing.yaml"),
         (("evaluate", "r", "--tasks=x.yaml", "--memory-length", "1", "2"), "--memory-length"),
-        (("evaluate", "r", "--context-length", "--lanes=2"), "--lanes"),
         (("evaluate", "r", "--same-length", "--memory-length=0"), "above 0"),
         (("report", "r", "--output=x.yaml"), "--output x.yaml"),
         (("verify-resume", "x.yaml", "--resume-ranks=0"), "--resume-ranks=0"),

@@ -182,13 +182,12 @@ def test_what_a_small_corpus_cannot_serve_is_rejected_before_training(tmp_path: 
     text = (tmp_path / "a.txt", tmp_path / "b.txt")
     built = CorpusConfig(input=text, output=tmp_path / "c", tokenizer=tokenizer)
     build_corpus(replace(built, validation_fraction=0))
-    with pytest.raises(DataError, match=r"62 .* 16 .*data\.lanes=1"):
-        resolve(RunConfig(data=DataConfig(path=tmp_path / "c")))
-    fitting = DataConfig(path=tmp_path / "c", lanes=1, segment_length=62)
     with pytest.raises(DataError, match="validation"):
-        resolve(RunConfig(data=fitting))
+        resolve(RunConfig(data=DataConfig(path=tmp_path / "c", lanes=1, segment_length=62)))
     (tmp_path / "v.txt").write_text("y" * 5)
     build_corpus(replace(built, output=tmp_path / "d", validation_input=(tmp_path / "v.txt",)))
+    with pytest.raises(DataError, match=r"62 .* 16 .*data\.lanes=1"):
+        resolve(RunConfig(data=DataConfig(path=tmp_path / "d")))
     fitting = DataConfig(path=tmp_path / "d", lanes=1, segment_length=62)
     (shard,) = (tmp_path / "d" / "train").glob("*.mds")
     shard.write_bytes(bytes(shard.stat().st_size))

@@ -195,7 +195,7 @@ def test_a_position_sees_exactly_that_many_tokens(corpus, positions, length) -> 
     sizes = {"num_layers": 2, "d_model": 16, "num_heads": 2, "init_std": 0.3}
     config = ModelConfig(vocab_size=corpus.manifest.vocab_size, positions=positions, **sizes)
     module = TransformerXL(config).double().eval()
-    positions = SplitPositions(corpus, 70, longest=30)
+    positions = SplitPositions(corpus, 70, longest=30, lanes=length)
     found_P = positions.losses(module, length, memory_length=30, segment_length=5)
     for index in (0, 1, 69):
         offset = int(positions.offsets_P[index])
