@@ -140,10 +140,10 @@ def variant_notes(results: Sequence[MemberResult]) -> list[str]:
         "member's best rate, tokens/s is the median of its runs: compare it only under equal load",
         NOTE.format(baseline_of(results).member).removesuffix("."),
     ]
-    if any(f"{PROBED}far_loss" in result.probes for result in results):
+    if tokens := {result.probes.get(f"{PROBED}position_tokens", 0) for result in results} - {0}:
+        counts = " or ".join(f"{count:,.0f}" for count in sorted(tokens))
         notes.append(
-            f"the loss from token {FAR} is of '--probe position', which reads a text of its own: "
-            "the whole split, unless --max-tokens says less"
+            f"losses by position and from token {FAR} are of '--probe position', on {counts} tokens"
         )
     notes += [
         f"not in the row of {result.member}, as some seeds lack them: {', '.join(result.unpaired)}"

@@ -148,8 +148,10 @@ def _variants(runs: Path, rows: Sequence[Row]) -> list[Part]:
         figures["differences"] = (partial(member_differences, numbers), caption)
     figures |= _curves(results, runs)
     if base.probed("position"):
-        caption = f"Loss by position in the document, minus that of {base.member}"
-        figures["positions"] = (partial(position_chart, results, base), caption)
+        caption = "Loss by position in the document"
+        figures["positions"] = (partial(position_chart, results), caption)
+        caption += f", minus that of {base.member}"
+        figures["positions-differences"] = (partial(position_chart, results, base), caption)
     heads, *cells = table = variant_table(numbers)
     tex = [[*heads[:6], "parameters / tokens"], *([*c[:6], f"{c[-2]} / {c[-1]}"] for c in cells)]
     shown, shared = without_shared(table, "All members")
@@ -211,15 +213,16 @@ def _rows_of_members(names: Sequence[str], label: str) -> tuple[Figure, Axes, Se
     return figure, axes, member_colors(len(names))
 
 
-def position_chart(results: Sequence[MemberResult], baseline: MemberResult) -> Figure:
-    """Draw the loss of each bin of positions, minus the baseline's."""
-    base, colors = baseline.probed("position"), member_colors(len(results))
-    drawn = zip(results, colors, strict=True)
+def position_chart(results: Sequence[MemberResult], baseline: MemberResult | None = None) -> Figure:
+    """Draw the loss of each bin of positions, or what it is above the baseline's."""
+    drawn = zip(results, member_colors(len(results)), strict=True)
     probed = [(one, color) for one, color in drawn if one.probed("position")]
-    shown = [first for first in base if all(first in one.probed("position") for one, _ in probed)]
-    figure, axes = canvas(3.4, "position (tokens)", f"loss minus that of {baseline.member}")
+    shown = sorted(set.intersection(*(set(one.probed("position")) for one, _ in probed)))
+    subtracted = baseline.probed("position") if baseline else dict.fromkeys(shown, 0.0)
+    label = f"loss minus that of {baseline.member}" if baseline else LOSS
+    figure, axes = canvas(3.4, "position (tokens)", label)
     for result, color in probed:
-        values = [result.probed("position")[first] - base[first] for first in shown]
+        values = [result.probed("position")[first] - subtracted[first] for first in shown]
         axes.plot(shown, values, "o-", color=color, markersize=3, label=result.member)
     axes.set_xscale("symlog", base=2, linthresh=max([1, *shown[:1]]))
     axes.set_xticks(shown[::2], [str(first) for first in shown[::2]])

@@ -278,6 +278,8 @@ def probe_columns(run: Path, step: int | None = None) -> dict[str, float]:
             "position' writes it"
         ) from None
     columns |= {f"position/{start}": loss for start, loss, count in bins if count >= FEWEST}
+    if bins:
+        columns["position_tokens"] = sum(count for *_, count in bins)
     if far := [(loss, count) for start, loss, count in bins if start >= FAR]:
         count = sum(count for _, count in far)
         columns["far_loss"] = sum(loss * count for loss, count in far) / count

@@ -357,8 +357,9 @@ def test_finished_members_are_in_the_table_with_all_of_their_seeds(compared, cap
         assert each.tokens_per_second > 0
     page = (out / "report.html").read_text()
     assert all(f"{each.loss:.4f}" in page for each in found.values())
-    curves = {"loss-over-tokens", "loss-over-flops"}
-    assert {p.stem for p in out.glob("*.png")} == {"variants", "differences", "positions", *curves}
+    figures = {"loss-over-tokens", "loss-over-flops", "variants", "differences", "positions"}
+    assert {p.stem for p in out.glob("*.png")} == {*figures, "positions-differences"}
+    assert "'--probe position', on 2,000 tokens" in said
     lines = (out / "loss-over-flops.csv").read_text().splitlines()
     dots = {f"c8e07-{name}-lr0.004-s{seed} validation loss" for name in found for seed in (3, 4)}
     series = {*found} | {f"{name} seeds" for name in found} | dots
