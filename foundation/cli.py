@@ -180,6 +180,9 @@ class _Parser(argparse.ArgumentParser):
                 longer = [flag for flag in flags if flag.startswith(name.lstrip("-"))]
                 close = longer or difflib.get_close_matches(name.lstrip("-"), flags, n=1)
                 hint = did_you_mean(flags[close[0]] if close else "", list(flags.values()))
+                if not close and any(action.metavar == _OVERRIDES for action in self._actions):
+                    given = name.lstrip("-").replace("-", "_")
+                    hint = f"; for a setting type {given}=VALUE; else{hint[1:]}"
                 raise UserError(f"unrecognized arguments: {name}{hint}")
 
     def candidates(self, words: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or largest 
 NO_PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 LONGEST_SHOWN = 60  # characters of a value in a message
+LONGEST_LIST = 1000  # characters of names in a message
 # Unicode categories: control, format (such as text direction), surrogate, unassigned, line ends.
 _UNPRINTABLE = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
 # Longer than any path that a person can read: a file's name has at most 255 bytes.
@@ -241,7 +242,7 @@ def _is_out_of_inodes(error: OSError) -> bool:
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """Return the end of an error message: the closest of `names`, or all if none is close."""
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; expected one of: {', '.join(sorted(names))}" if names else ""
+    return f"; expected one of: {', '.join(sorted(names))[:LONGEST_LIST]}" if names else ""

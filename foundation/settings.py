@@ -331,7 +331,7 @@ def _checked(schema: Any, tree: Mapping[str, Any]) -> tuple[Any, Sequence[str]]:
     try:
         value = from_tree(schema, _as_json(schema, tree), is_finite=True)
     except InvalidValue as error:
-        described = filter(None, (_describe(schema, problem) for problem in error.problems()))
+        described = (line for problem in error.problems() for line in _describe(schema, problem))
         problems += itertools.islice(described, MOST_PROBLEMS)  # each suggestion takes time
     problems = list(dict.fromkeys(problems))
     long_texts = sorted({text for _, text in texts if len(text) > LONGEST_SHOWN}, key=len)
@@ -382,8 +382,8 @@ def types_of(hint: Any) -> set[type]:
     return set().union(*map(types_of, inside)) if inside else {hint}
 
 
-def _describe(root: Any, problem: Problem) -> str | None:
-    """Return a line about the problem; None if it is about a union's member that is not meant."""
+def _describe(root: Any, problem: Problem) -> Iterator[str]:
+    """Yield lines about the problem; none if it is about a union's member that is not meant."""
     hint, unit, owner, names = root, "", root, list[str]()
     for part in problem.where:
         if is_dataclass(hint):
@@ -394,20 +394,24 @@ def _describe(root: Any, problem: Problem) -> str | None:
         elif isinstance(part, str) and member_of(hint, []) is not hint:
             is_list = isinstance(problem.value, list)  # `part` is pydantic's name of a member
             if problem.code == "tuple_type" if part.startswith("tuple") else is_list:
-                return None
+                return
         else:
             names.append(str(part))
             hint = section_of_list(hint) or Any
     name = _dotted(names)
     if problem.code == "value_error":
-        return problem.expected
+        yield problem.expected
+        return
     if problem.code == "unexpected_keyword_argument":
-        for leaf in problem.value if isinstance(problem.value, Mapping) else ():
-            if answer := known_answer(root, (), str(leaf)):  # another system's section
-                return f"{name}.{leaf}: unknown setting{answer}"
-        return f"{name}: unknown setting{suggestion(owner, root, names[:-1], names[-1])}"
+        inside = problem.value if isinstance(problem.value, Mapping) else {}
+        answers = {f"{name}.{leaf}": known_answer(root, (), str(leaf)) for leaf in inside}
+        if not any(answers.values()):  # else it is another system's section
+            answers = {name: suggestion(owner, root, names[:-1], names[-1])}
+        yield from (f"{leaf}: unknown setting{answer}" for leaf, answer in answers.items())
+        return
     if problem.code == "missing" and isinstance(problem.where[-1], str):
-        return f"{name}: missing; it has no default"
+        yield f"{name}: missing; it has no default"
+        return
     if problem.code == "dataclass_type":
         expected = "a section; its settings are "
         expected += ", ".join(setting.leaf for setting in _own_settings(hint))
@@ -417,7 +421,7 @@ def _describe(root: Any, problem: Problem) -> str | None:
         expected = "a section" if problem.code == "dict_type" else problem.expected
     is_absent = problem.value is None or problem.code == "missing"
     value = "no value" if is_absent else shown(problem.value)
-    return f"{name or 'settings'}: found {value}, expected {expected}"
+    yield f"{name or 'settings'}: found {value}, expected {expected}"
 
 
 def _texts_in(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def latex_table(rows: Sequence[Sequence[str]]) -> str:
         " & ".join("".join(names.get(mark, mark) for mark in cell) for cell in row) + r" \\"
         for row in rows
     ]
+    lines = [re.sub(r"(?<![^ \[])-(?=\d)", "$-$", line) for line in lines]
     columns = "l" + "r" * (len(rows[0]) - 1)
     inside = [r"\toprule", heads, r"\midrule", *lines, r"\bottomrule"]
-    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", *inside, r"\end{tabular}", ""])
+    needed = r"% needs \usepackage{booktabs}"
+    return "\n".join([needed, rf"\begin{{tabular}}{{{columns}}}", *inside, r"\end{tabular}", ""])

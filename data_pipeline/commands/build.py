@@ -82,7 +82,10 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
         )
     validation = result.manifests.get("validation")
     if validation and validation.documents == 1 and not validation.is_stream:
-        print("warning: the validation split is one document; its loss says little of other texts")
+        print(
+            "warning: the validation split is one document, whose loss says little of other texts; "
+            "raise validation_fraction"
+        )
     if hash_of_all := corpus_hash(config.output):
         print(f"manifest_hash {hash_of_all}")
     train = result.manifests.get("train")

@@ -20,6 +20,7 @@ from pretrain.rundir.history import last_event
 from pretrain.rundir.ownership import refuse_foreign_run
 from pretrain.rundir.run_dir import RunDir
 from pretrain.rundir.run_paths import run_path
+from pretrain.sweeps.cell_runs import other_settings
 from pretrain.terminal.log import set_up_logging
 
 
@@ -62,9 +63,14 @@ def resume(
     (state,) = read_states([path])
     if from_step is not None and any(map(gives_rate, overrides)):
         overrides = [*course_at(RunDir(path), from_step), *overrides]
-    steps_are_made = state.is_done and is_complete(
-        RunDir(path), load_config(RunConfig, path / "config.yaml", overrides)
-    )
+    config = load_config(RunConfig, path / "config.yaml", overrides)
+    other = other_settings(path, config) if (path.absolute().parent / "sweep.lock").exists() else ""
+    if other:
+        raise ConfigError(
+            f"{path} is a cell of a sweep, which would not count it with {other}; leave it and "
+            f"train a copy: 'pretrain branch {path}@last NEW {' '.join(overrides)}'"
+        )
+    steps_are_made = state.is_done and is_complete(RunDir(path), config)
     if steps_are_made and from_step is None:
         raise ConfigError(
             f"{path} is done after step {state.step:,}; to train further, give it more optim.steps"

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         attempts_without_progress=policy.attempts_without_progress,
     )
     is_dry_run, known = arguments.dry_run, with_vocabulary(config)
-    notes = missing_notes(config)
+    notes = missing_notes(config, job.cluster, path)
     notes += check_run(known, job.cluster, job.nodes, path, is_dry_run=is_dry_run)
     if is_done_already(RunDir(path), config, arguments.from_step, arguments.overrides):
         done = f"{path} is done after step {config.optim.steps:,}"

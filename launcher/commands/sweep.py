@@ -152,7 +152,7 @@ def _submit(
         limit = f", {arguments.jobs} at a time" if arguments.jobs else ""
         cells_and_nodes = f"{counted(len(group), 'cell')} on {counted(count, 'node')} each"
         print(f"job {number}: {cells_and_nodes}{limit}", flush=True)
-    missing = [missing_notes(with_absolute_paths(cell.config)) for cell in waiting]
+    missing = [missing_notes(with_absolute_paths(cell.config), cluster, runs) for cell in waiting]
     for line in sorted({line for lines in missing for line in lines}):
         print(line, file=sys.stderr)
     if waiting and not arguments.dry_run:
@@ -186,9 +186,10 @@ def _run_here(
         return EXIT_USER_ERROR
     cells = read_cells(sweep, arguments.sweep, runs)
     if all(cell.is_done for cell in cells):
-        print(f"all {len(cells)} cells are done; next: pretrain report {runs}")
-        flags = cells_flags(sweep, arguments)
-        print(f"or as a table for scaling laws:  pretrain scale collect {flags}")
+        print(f"all {len(cells)} cells are done; curves: pretrain report {runs}")
+        if all(cell.facts for cell in sweep.cells):  # planned
+            print(f"table and figures: pretrain scale collect {cells_flags(sweep, arguments)}")
+            print(f"then: pretrain scale report {runs / 'runs.csv'}")
         return 0
     print(f"{describe(cells)}; rerun the same command to start the others")
     return EXIT_STOPPED

@@ -457,11 +457,16 @@ def _check_memory(config: RunConfig, cluster: ClusterConfig, ranks: int) -> None
         )
 
 
-def missing_notes(config: RunConfig) -> list[str]:
-    """Return a warning for every local path that the run reads and this host lacks.
+def missing_notes(config: RunConfig, cluster: ClusterConfig, run_dir: Path) -> list[str]:
+    """Return a warning for every local path that the run reads and this host, or the container of
+    the ranks, lacks.
 
-    This is no error: nodes may have other disks, or an earlier job may build the corpus.
+    This is no error: nodes may have other disks, or an earlier job may build the corpus, and an
+    image may have it. Apptainer, which starts .sif files, mounts directories of its own.
     """
+    mounts = [str(run_dir), *cluster.container_mounts]
+    if cluster.container_image.endswith(".sif"):
+        mounts += [str(Path.home()), "/tmp", str(Path.cwd())]
     train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
     data, corpus = config.data, "finished corpus"
     # (name of the setting, path, the file it must have below it, what to call it)
@@ -471,17 +476,25 @@ def missing_notes(config: RunConfig) -> list[str]:
     for name, path in config.evaluation.sets.items():
         split = "finished split of a corpus"
         read.append((f"evaluation.sets.{name}", evaluated_split(Path(path)), MANIFEST_NAME, split))
+    local = [place for place in read if url_of(place[1]) is None]
     missing = [
         (name, kind, path)
-        for name, path, needed, kind in read
-        if url_of(path) is None and not os.path.isfile(path / needed)
+        for name, path, needed, kind in local
+        if not os.path.isfile(path / needed)
     ]
     if config.initial_weights:
         text = str(config.initial_weights)
         source = Path(text.rpartition("@")[0] or text)  # RUN of RUN@STEP
         if not source.exists():
             missing.append(("initial_weights", "run or export", source))
-    return [
+        local.append(("initial_weights", source, "", ""))
+    hidden = [
+        f"warning: {name}: {path} is below none of {', '.join(mounts)}, which the container sees; "
+        "add a directory to container_mounts, unless the image has it"
+        for name, path, *_ in local
+        if cluster.container_image and not any(map(path.absolute().is_relative_to, mounts))
+    ]
+    return hidden + [
         f"warning: {name}: found no {kind} at {path} on this host; the run is refused when its job "
         "starts, unless the nodes see it there: build it, or correct the path"
         for name, kind, path in missing

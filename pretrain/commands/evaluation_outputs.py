@@ -93,7 +93,8 @@ def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput
     if world.world_size > 1:
         raise ConfigError("one rank makes a curve of checkpoints; start it without a launcher")
     run_dir = RunDir(named[0].run) if arguments.follow else RunDir.open(named[0].run)
-    for step in unscored_steps(run_dir) if arguments.follow else steps:
+    lines: list[dict[str, Any]] = []
+    for step in unscored_steps(run_dir) if arguments.follow else sorted({*steps}):
         path = Path(f"{run_dir.path}@{step}")
         try:
             saved = read_index(step_directory(run_dir.checkpoints, step))
@@ -109,10 +110,10 @@ def _curve(arguments: argparse.Namespace, world: World) -> list[EvaluationOutput
             values |= set_values(name, of_set.loss, of_set.bits_per_byte)
         if arguments.tasks:
             values |= task_values(_tasks(arguments, path, scorer).values["results"])
-        write_point(run_dir, step, {"attempt": saved.attempt, **values})
+        lines.append(write_point(run_dir, step, {"attempt": saved.attempt, **values}))
         print(f"step {step:,}: loss {values['loss']:.4f}", file=sys.stderr, flush=True)
-    lines = run_dir.read_evaluations()
-    lines = [line for line in lines if arguments.follow or line["step"] in steps]
+    if arguments.follow:
+        lines = run_dir.read_evaluations()
     rows = [("step", "loss", "standard error", "validated on")]
     rows += [
         (f"{line['step']:,}", f"{line['loss']:.4f}", *EvaluatedText.of_line(line).cells)

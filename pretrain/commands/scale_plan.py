@@ -150,6 +150,10 @@ def run(arguments: argparse.Namespace) -> Answer:
     notes = [*_totals(runs), *notes]
     lines += [*notes, *unchecked]
     write_sweep(path, make_sweep(name, file, base, runs, path.parent, notes, kind))
+    lines.append(
+        "cells are evaluated at their end and keep their last checkpoint: evaluation.interval=0, "
+        "checkpoint.keep_last=1"
+    )
     lines.append(f"sweep: {path} ({counted(len(runs), 'cell')})")
     lines.append(f"next: launcher sweep submit {path} {where}, then pretrain scale collect {path}")
     cells = [{"name": item.name, **vars(item.cost), **item.facts} for item in runs]

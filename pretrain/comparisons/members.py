@@ -135,8 +135,10 @@ def variant_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     """Say what the columns are, and what they rest on."""
+    costs = [float(row.C) for result in results for row in result.runs]
+    range_of_costs = " to ".join(dict.fromkeys(map(flops_text, (min(costs), max(costs)))))
     notes = [
-        f"every run trained for {flops_text(float(results[0].first.C))} FLOPs; losses are at each "
+        f"every run trained for {range_of_costs} FLOPs; losses are at each "
         "member's best rate, tokens/s is the median of its runs: compare it only under equal load",
         NOTE.format(baseline_of(results).member).removesuffix("."),
     ]

@@ -141,16 +141,18 @@ def loss_by_memory(rows: Sequence[Row]) -> Figure:
 def _variants(runs: Path, rows: Sequence[Row]) -> list[Part]:
     results = member_results(rows)
     numbers, base = variant_numbers(results), baseline_of(results)
-    caption = "Loss at equal training FLOPs, a dot per seed"
+    caption = "Loss at equal training FLOPs: a dot per seed, and a bar at the mean"
     figures = {"variants": (partial(member_losses, results), caption)}
     if any(row["interval_low"] is not None for row in numbers):
         caption = f"Difference from {base.member}, paired by seed, with 95% intervals over seeds"
         figures["differences"] = (partial(member_differences, numbers), caption)
     figures |= _curves(results, runs)
     if base.probed("position"):
-        caption = "Loss by position in the document"
+        caption = (
+            "Loss by position in the document: means over the seeds, from each dot's position on"
+        )
         figures["positions"] = (partial(position_chart, results), caption)
-        caption += f", minus that of {base.member}"
+        caption += f"; minus that of {base.member}"
         figures["positions-differences"] = (partial(position_chart, results, base), caption)
     heads, *cells = table = variant_table(numbers)
     tex = [[*heads[:6], "parameters / tokens"], *([*c[:6], f"{c[-2]} / {c[-1]}"] for c in cells)]

@@ -33,7 +33,7 @@ model.d_inner <- dff ffndim intermediatesize ffnhiddensize
 model.num_key_heads <- numquerygroups numkeyvalueheads nkvhead
 optim.clip_norm <- gradclip clipgrad maxgradnorm
 optim.betas <- beta1 beta2 adambeta1 adambeta2
-engine.precision <- dtype bf16 fp16 mixedprecision
+engine.precision <- dtype bf16 fp16 mixedprecision amp
 engine.activation_checkpointing <- activationcheckpoint gradientcheckpointing recompute
     recomputegranularity recomputeactivations remat
 checkpoint.interval <- saveinterval savesteps ckptinterval
@@ -63,6 +63,14 @@ nothing: the same command resumes <- resume resumefromcheckpoint load ckpt
 evaluation.lanes <- evalbatchsize perdeviceevalbatchsize
 optim.epsilon <- adamepsilon eps
 model.layer_kinds <- layertypes
+model.norm <- normalization layernorm
+data.mixture <- blend datablend
+checkpoint.asynchronous <- asyncsave asyncmode
+engine.precision: fp32, bf16 or fp16 <- float8 fp8
+metrics.profile_steps <- profiling enableprofiling profile
+time_limit of the cluster file <- exitdurationinmins
+'pretrain new --parameters N', or a file of configs/models and model.num_layers <- parameters params
+    modelsize
 """
 
 OTHER_NAMES = {

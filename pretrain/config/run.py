@@ -104,7 +104,7 @@ class OptimConfig:
         if self.schedule.decay_steps and not decays_last:
             raise ConfigError(
                 f"optim.schedule.decay_steps={self.schedule.decay_steps} is for shape=wsd, found "
-                f"shape={self.schedule.shape}; leave it out, or set optim.schedule.shape=wsd"
+                f"shape={self.schedule.shape}; set optim.schedule.decay_steps=0, or shape=wsd"
             )
         if decays_last and self.schedule.decay_steps > left:
             raise ConfigError(

@@ -223,10 +223,10 @@ def _evaluation_line(config: RunConfig, time: RunTime) -> str:
     twice = ", each with memory and without" if config.model.longest_memory else ""
     sets = f", and {counted(time.sets, 'set')} with it" if time.sets else ""
     tasks = ", without evaluation.tasks" if config.evaluation.tasks else ""
-    text = _scored_text(config) or f"{time.tokens:,} tokens"
+    text = f" {_scored_text(config) or f'{time.tokens:,} tokens'}"
     if (between := scored_tokens(config, config.data.path, is_last=False)) != time.tokens:
-        text += f", before the last {between:,}"
-    words = f"({time.evaluations:,} times {text}{twice}{sets}{tasks})"
+        text = f": the last{text}, the others {between:,}"
+    words = f"({time.evaluations:,} times{text}{twice}{sets}{tasks})"
     return _row("  evaluation", duration(time.evaluation), words)
 
 

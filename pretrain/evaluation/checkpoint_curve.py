@@ -16,21 +16,27 @@ from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.verify import steps_that_count
 from pretrain.metrics.writers import TensorBoard
 from pretrain.rundir.evaluated_text import PARTS
-from pretrain.rundir.history import attempt_history, is_finished
+from pretrain.rundir.events import AttemptEnded, TrainingBegan, TrainingEnded
+from pretrain.rundir.history import attempt_history, is_finished, last_event
 from pretrain.rundir.run_dir import RunDir
 
 POLL_SECONDS = 5.0
 
 
 def unscored_steps(run_dir: RunDir, seconds: float = POLL_SECONDS) -> Iterator[int]:
-    """Yield the step of each checkpoint that is newer than its line, or has none, until the run
+    """Yield the step of each checkpoint that is newer than its lines, or has none, until the run
     has ended."""
     while True:
-        if not any(lock.is_held for lock in run_dir.locks()):  # else it may be starting
+        if not (
+            is_held := any(lock.is_held for lock in run_dir.locks())
+        ):  # else it may be starting
             RunDir.open(run_dir.path)
         ledger = run_dir.ledger.history()
-        has_ended, history = any(map(is_finished, ledger)), attempt_history(ledger)
-        scored = {line["step"]: line["time"] for line in run_dir.read_evaluations()}
+        # One with more steps is resumed: its ledger says that it has finished, until it trains.
+        last = last_event(ledger, TrainingBegan, TrainingEnded, AttemptEnded)
+        has_ended, history = not is_held and last and is_finished(last), attempt_history(ledger)
+        lines = sorted(run_dir.read_evaluations(), key=lambda line: line["time"])
+        scored = {line["step"]: line["time"] for line in lines}
         steps = steps_that_count(root := run_dir.checkpoints)
         saved = [read_index(step_directory(root, step)) for step in steps]
         saved = [own for own in saved if history.stands(own.step, own.attempt)]
@@ -47,8 +53,11 @@ def _tokens(values: Mapping[str, Any]) -> int:
     return sum(tokens for _, tokens in values.get(PARTS) or ())
 
 
-def write_point(run_dir: RunDir, step: int, values: Mapping[str, Any]) -> None:
-    """Add a measured checkpoint to the run's files; the latest line of a step counts."""
+def write_point(run_dir: RunDir, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a measured checkpoint to the run's files, and return its line.
+
+    The latest line of a step and a text counts.
+    """
     line = {"kind": "evaluation", "step": step, "time": time.time(), **values}
     append_whole(run_dir.evaluations, f"{json_text(line)}\n".encode())
     rows, tokens = run_dir.read_evaluations(), _tokens(values)
@@ -61,3 +70,4 @@ def write_point(run_dir: RunDir, step: int, values: Mapping[str, Any]) -> None:
         path.unlink(missing_ok=True)
     names = dict.fromkeys(name for row in rows for name in row if name not in ("kind", PARTS))
     write_csv(run_dir.evaluations.with_suffix(".csv"), list(names), rows)
+    return line

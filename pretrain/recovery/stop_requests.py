@@ -15,7 +15,7 @@ import torch.distributed as dist
 from foundation.interruption import ONE_PRESS_SECONDS
 from pretrain.distributed.collectives import any_rank, on_any_rank
 from pretrain.distributed.messages import BackgroundExchanges
-from pretrain.rundir.events import ASK, Requested
+from pretrain.rundir.events import ASK, AttemptEnded, Requested, TrainingBegan, TrainingEnded
 from pretrain.rundir.history import find_events
 from pretrain.rundir.ledger import Ledger
 
@@ -41,13 +41,21 @@ class Agreement:
 
 
 class UserRequests:
-    """Takes the requests of `launcher signal` from its construction on."""
+    """Takes the requests of `launcher signal` since the latest start or end of the training.
+
+    Those from before its construction have come while the ranks were starting.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._num_taken = len(find_events(ledger.read(), Requested))
         self._signals: list[int] = []  # since the last `take`
         self.previous = signal.signal(ASK, lambda number, _: self._signals.append(number))
+        events = list(ledger.read())
+        kinds = (TrainingBegan, TrainingEnded, AttemptEnded)
+        border = max((n for n, event in enumerate(events) if isinstance(event, kinds)), default=0)
+        self._num_taken = len(find_events(events[:border], Requested))
+        if len(find_events(events, Requested)) > self._num_taken:
+            self._signals.append(ASK)
 
     def take(self) -> set[str]:
         """Return what was asked for since the last call: save or evaluate."""

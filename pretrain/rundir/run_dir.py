@@ -44,6 +44,7 @@ from pretrain.config.run import RunConfig
 from pretrain.rundir import heartbeat
 from pretrain.rundir.attempt_files import START, list_attempts
 from pretrain.rundir.changed_settings import describe_course, describe_rate, refused_changes
+from pretrain.rundir.evaluated_text import EvaluatedText
 from pretrain.rundir.events import Event, Forecast, ResumeFrom, SettingsChanged, TrainingBegan
 from pretrain.rundir.forecast import check_subject
 from pretrain.rundir.history import (
@@ -257,13 +258,17 @@ class RunDir:
         return list(read_measurements(self.metrics))
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """Return what other jobs measured of kept checkpoints: the latest line of each step that
-        the run has not gone back behind since."""
+        """Return what other jobs measured of kept checkpoints: the latest line of each text that
+        was scored after each step that the run has not gone back behind since.
+
+        A step's lines are together, the one on the most tokens last.
+        """
         stands, lines = attempt_history(self.ledger.read()).stands, {}
         for line in read_measurements(self.evaluations):  # earlier versions wrote no attempt
             if "attempt" not in line or stands(line["step"], line["attempt"]):
-                lines[line["step"]] = line
-        return [lines[step] for step in sorted(lines)]
+                text = EvaluatedText.of_line(line)
+                lines[line["step"], text.tokens, text.part_tokens] = line
+        return [lines[key] for key in sorted(lines)]
 
     @contextlib.contextmanager
     def locked(self, holder: str = "train", is_fenced: bool = False) -> Iterator[None]:

@@ -56,8 +56,9 @@ def _best(run_dir: RunDir, steps: Sequence[int]) -> list[int]:
     """Return the step with the lowest loss, in a list; [] if there are no losses.
 
     Only losses on the same tokens are compared: on the ones that most checkpoints were scored on,
-    by the run or `pretrain evaluate`. The last evaluation of a run may read more tokens than the
-    others. Steps that are not compared are logged.
+    by the run or `pretrain evaluate`. The best of them is then compared on each longer text that it
+    was scored on, too. The last evaluation of a run may read more tokens than the others. Steps
+    that are not compared are logged.
     """
     losses: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
     for line in [*run_dir.read_metrics(), *run_dir.read_evaluations()]:
@@ -66,14 +67,17 @@ def _best(run_dir: RunDir, steps: Sequence[int]) -> list[int]:
     if not losses:
         return []
     text = max(losses, key=lambda text: (len(losses[text]), sum(text)))
-    compared = losses[text]
-    best = min(compared, key=compared.__getitem__)
-    if others := sorted({step for own in losses.values() for step in own} - set(compared)):
+    compared, best = set(losses[text]), min(losses[text], key=losses[text].__getitem__)
+    for longer in sorted((own for own in losses if sum(own) > sum(text)), key=sum):
+        if best in losses[longer]:
+            text, best = longer, min(losses[longer], key=losses[longer].__getitem__)
+            compared.update(losses[longer])
+    if others := sorted({step for own in losses.values() for step in own} - compared):
         logger.warning(
             "best of %s is step %d, of steps %s by their losses on the same %s tokens; scored on "
-            "others: %s; pretrain evaluate %s@STEP %s@STEP ... scores all on the same",
+            "others: %s; 'pretrain evaluate %s' compares these",
             run_dir.path, best, _listed(sorted(compared)), f"{sum(text):,}", _listed(others),
-            run_dir.path, run_dir.path,
+            " ".join(f"{run_dir.path}@{step}" for step in (best, *others[-2:])),
         )  # fmt: skip
     return [best]
 

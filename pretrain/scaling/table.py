@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from foundation.errors import ConfigError, DataError, did_you_mean, shown
+from foundation.errors import LONGEST_LIST, ConfigError, DataError, did_you_mean, shown
 from foundation.files import LARGEST_LIST_BYTES, read_text
 from foundation.tables import read_csv
 from foundation.typed_values import parse_json
@@ -320,8 +320,8 @@ class _Table:
         column, present = getattr(self.columns, role), column_names(self.rows)
         if column not in present:
             raise DataError(
-                f"{self.path}: no column {column!r} (found: {', '.join(present)}); name it with "
-                f"--column {role}=NAME"
+                f"{self.path}: no column {column!r} (found: {', '.join(present)[:LONGEST_LIST]}); "
+                f"name it with --column {role}=NAME"
             )
         values_P = self._values(column)
         is_sane_P = (values_P >= SMALLEST) & (values_P <= LARGEST)

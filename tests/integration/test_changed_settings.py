@@ -15,7 +15,7 @@ from pretrain.checkpoint.verify import verify
 from pretrain.cli import main
 from pretrain.recovery.faults import VARIABLE
 from pretrain.rundir.compare_runs import differing_losses, differing_state, run_differences
-from pretrain.rundir.events import Branched, SettingsChanged, TrainingBegan
+from pretrain.rundir.events import Branched, Requested, SettingsChanged, TrainingBegan
 from pretrain.rundir.exit_statuses import EXIT_STOPPED
 from pretrain.rundir.history import find_events
 from pretrain.rundir.run_dir import RunDir
@@ -246,8 +246,15 @@ def test_a_run_saves_evaluates_and_stops_when_it_is_asked(experiment, tmp_path):
     assert ranks.statuses == [None]
     ask("stop")
     assert ranks.wait() == [EXIT_STOPPED]
-    assert len(steps_on_disk(run_dir.checkpoints)) == 3
+    *_, stopped = saved = steps_on_disk(run_dir.checkpoints)
+    assert len(saved) == 3
     assert len(evaluated()) == 1
+    run_dir.ledger.append(Requested(request="save"))  # as the next ranks start
+    ranks = ForkedRanks(1, partial(main, command), tmp_path, **{VARIABLE: f"slow:0.1@{stopped}"})
+    until(lambda: steps_on_disk(run_dir.checkpoints)[-1] == stopped + 1)
+    ask("stop")
+    assert ranks.wait() == [EXIT_STOPPED]
+    assert len(evaluated()) == 1, "not what was asked for before"
 
 
 def test_a_change_of_the_rate_resumes_from_the_local_checkpoint(experiment, tmp_path):

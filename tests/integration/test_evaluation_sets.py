@@ -80,7 +80,7 @@ def test_the_last_evaluation_is_of_more_text_than_those_before(places, trained, 
     assert main(["describe", str(trained.path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     text = f"{split.tokens:,} tokens of {split.documents} documents in 2 lanes"
-    assert f"(2 times {text}, before the last 600, each with memory and without" in said
+    assert f"(2 times: the last {text}, the others 600, each with memory and without" in said
 
 
 def test_every_set_has_the_loss_that_evaluate_measures_of_validation(places, trained, capsys):
@@ -206,11 +206,16 @@ def test_a_watcher_waits_for_a_run_that_is_starting(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     with pytest.raises(ConfigError, match="holds no run"):
         next(unscored_steps(run_dir))
-    with run_dir.locked(), ThreadPoolExecutor() as pool:
-        steps = pool.submit(list, unscored_steps(run_dir, 0.01))
-        assert wait([steps], 0.1).not_done
-        RunDir.create(run_dir.path, RunConfig())
-        run_dir.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=4))
+    with ThreadPoolExecutor() as pool:
+        with run_dir.locked():
+            steps = pool.submit(list, unscored_steps(run_dir, 0.01))
+            assert wait([steps], 0.1).not_done
+            RunDir.create(run_dir.path, RunConfig())
+            run_dir.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=4))
+            assert wait([steps], 0.1).not_done, "it may be resumed with more steps"
+            run_dir.ledger.append(TrainingBegan(world_size=1, step=4))
+        assert wait([steps], 0.1).not_done, "on another host, whose locks cannot be seen"
+        run_dir.ledger.append(TrainingEnded(outcome=Outcome.FINISHED, step=6))
         assert steps.result() == []
 
 

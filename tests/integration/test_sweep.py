@@ -177,6 +177,19 @@ def test_an_edit_counts_unless_a_resume_may_make_it(trained, tmp_path, monkeypat
     assert "memory_length 8 -> 4" in capsys.readouterr().err
 
 
+def test_a_cell_is_not_resumed_with_settings_that_are_not_its_own(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained.folder)
+    changes = ("optim.steps=99", "optim.learning_rate=1e-4")
+    assert launcher(["resume", str(RUNS / "wide"), *changes]) == 2
+    refused = capsys.readouterr().err
+    assert f"optim.steps {STEPS} -> 99" in refused
+    assert f"'pretrain branch {RUNS / 'wide'}@last NEW {' '.join(changes)}'" in refused
+    assert launcher(["resume", str(RUNS / "wide"), "checkpoint.keep_last=7"]) == 2
+    assert "is done after step" in capsys.readouterr().err
+    assert f"curves: pretrain report {RUNS}\n" in trained.second
+    assert "scale collect" not in trained.second, "its cells are not planned"
+
+
 def printed(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def test_the_first_commands_of_the_readme_run_and_resume(wheel, programs, tmp_pa
     settings = {"build": ["tokenizer.kind=bytes"], "local": short}
     block = (ROOT / "README.md").read_text().partition("**Your text**")[2].split("```")[1]
     for line in block.strip().splitlines():
-        words = line.partition("#")[0].split()
+        words = shlex.split(line, comments=True)
         run(programs, tmp_path, *words, *settings.get(words[1], ()))
     assert (tmp_path / "mine-hf" / "model.safetensors").exists()
     assert (tmp_path / "runs" / "mine" / "report.html").exists()

@@ -53,6 +53,8 @@ def test_the_settings_page_is_what_its_command_writes():
         ({"optim": {"schedule": 3}}, "shape, warmup_steps"),
         ({"model": {"num_hed": 2}}, "'model.num_heads'"),
         ({"checkpoint": {"every": 2}}, "here it is interval, in checkpoint"),
+        ({"optimizer": {"eps": 1}}, "optimizer.eps: unknown setting; here it is optim.epsilon"),
+        ({"model": {"normalization": 1}}, "here it is model.norm"),
         ({"training": {"seq_len": 8}}, "training.seq_len: unknown setting; here it is data.seg"),
         ({"train": {"steps": 8}}, "train.steps: unknown setting; did you mean 'optim.steps'?"),
         ({"activation_checkpoint": {"mode": 1}}, "here it is engine.activation_checkpointing"),
@@ -108,6 +110,19 @@ def test_settings_with_a_unit_take_sizes_and_others_do_not():
 def test_a_number_with_an_unknown_unit_is_told_which_there_are(schema, tree, units):
     with pytest.raises(ConfigError, match=units):
         parse_config(schema, tree, "file")
+
+
+def test_each_setting_of_another_systems_section_has_its_answer():
+    tree = {"training": {"steps": 1, "seq_len": 8, "foo": 1}, "metrics": {"log_freq": 1}}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(RunConfig, tree, "file")
+    assert str(caught.value).splitlines() == [
+        "file: 4 problems",
+        "  metrics.log_freq: unknown setting; here it is metrics.interval",
+        "  training.steps: unknown setting; did you mean 'optim.steps'?",
+        "  training.seq_len: unknown setting; here it is data.segment_length",
+        "  training.foo: unknown setting",
+    ]
 
 
 def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):

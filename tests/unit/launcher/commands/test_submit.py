@@ -24,7 +24,7 @@ from launcher.slurm.sbatch import (
     replaced_snapshot,
 )
 from launcher.slurm.submission import refuse_live_job
-from pretrain.config.cluster import NodeRange, load_cluster
+from pretrain.config.cluster import ClusterConfig, NodeRange, load_cluster
 from pretrain.config.run import DataConfig, RunConfig
 from pretrain.rundir.events import Outcome, Submitted, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
@@ -36,6 +36,7 @@ SETTINGS = ["model.vocab_size=100", "model.d_model=32", "model.num_heads=2"]
 SETTINGS += ["model.num_layers=2", "data.lanes=8"]
 
 
+CPUS = ClusterConfig(ranks_per_node=2)
 LONGER = ("optim.steps=20", "optim.schedule.shape=constant")
 
 
@@ -211,20 +212,42 @@ def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_pa
         return directory
 
     run = RunConfig(data=DataConfig(path=tmp_path / "books"))
-    (warning,) = missing_notes(run)
+    (warning,) = missing_notes(run, CPUS, tmp_path)
     assert re.search(rf"^warning: data\.path: .*{tmp_path}/books ", warning)
     finished(tmp_path / "books" / "train")
-    assert missing_notes(run) == []
+    assert missing_notes(run, CPUS, tmp_path) == []
     paths = (tmp_path / "books", Path("s3://bucket/web"))
     parts = tuple(MixturePart(path=path, weight=1.0) for path in paths)
     mixed = replace(run, data=replace(run.data, mixture=parts))
-    assert len(missing_notes(mixed)) == 1, "the validation split is of data.path"
+    assert len(missing_notes(mixed, CPUS, tmp_path)) == 1, "the validation split is of data.path"
     finished(tmp_path / "books" / "validation")
-    assert missing_notes(mixed) == []
+    assert missing_notes(mixed, CPUS, tmp_path) == []
     sets = {"books": tmp_path / "books", "code": tmp_path / "code"}
     evaluated = replace(run, evaluation=replace(run.evaluation, sets=sets))
-    (warning,) = missing_notes(evaluated)
+    (warning,) = missing_notes(evaluated, CPUS, tmp_path)
     assert re.search(rf"sets\.code: .*{tmp_path}/code", warning)
+
+
+@pytest.mark.parametrize(
+    ("image", "mounts", "path", "is_seen"),
+    [
+        ("", (), "/corpora/books", True),
+        ("/images/a.sif", ("/other",), "/corpora/books", False),
+        ("/images/a.sif", ("/corpora",), "/corpora/books", True),
+        ("/images/a.sif", (), "/tmp/books", True),
+        ("a.sqsh", (), "/tmp/books", False),
+        ("a.sqsh", ("/corpora/boo",), "/corpora/books", False),
+        ("a.sqsh", (), "s3://bucket/books", True),
+        ("a.sqsh", (), "RUNS/books", True),
+    ],
+)
+def test_what_the_container_does_not_see_is_warned_of(image, mounts, path, is_seen):
+    cluster = replace(CPUS, container_image=image, container_mounts=mounts)
+    run_dir = Path("/runs/mine")
+    run = RunConfig(data=DataConfig(path=Path(path.replace("RUNS", str(run_dir)))))
+    notes = [note for note in missing_notes(run, cluster, run_dir) if "container_mounts" in note]
+    assert len(notes) == (not is_seen)
+    assert all(f"data.path: {path}" in note for note in notes)
 
 
 @pytest.mark.parametrize(

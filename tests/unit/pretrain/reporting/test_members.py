@@ -73,5 +73,8 @@ def test_members_are_named_by_their_runs_or_else_by_settings(names, changed, exp
 
 def test_a_latex_table_escapes_what_tex_would_read():
     lines = latex_table([("a_b", "50%"), ("c&d", "$1 #2 {x} ~ ^")]).splitlines()
-    assert lines[2] == r"a\_b & 50\% \\"
-    assert lines[4] == r"c\&d & \$1 \#2 \{x\} \textasciitilde{} \textasciicircum{} \\"
+    assert lines[0] == r"% needs \usepackage{booktabs}"
+    assert lines[3] == r"a\_b & 50\% \\"
+    assert lines[5] == r"c\&d & \$1 \#2 \{x\} \textasciitilde{} \textasciicircum{} \\"
+    *_, numbers, _, _ = latex_table([("a-1", "x"), ("-0.5", "[-0.1, +0.2] 1e-05")]).splitlines()
+    assert numbers == r"$-$0.5 & [$-$0.1, +0.2] 1e-05 \\"

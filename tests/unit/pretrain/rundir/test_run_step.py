@@ -90,11 +90,15 @@ def test_the_best_checkpoint_is_the_best_of_those_scored_on_the_same_tokens(runs
     run_dir.metrics.write_text(line(8, 3.0, short) + line(16, 2.5, short) + line(32, 2.0, whole))
     assert run_step("tiny@best").step == 16
     assert "step 16, of steps 8, 16 by their losses on the same 1,000 tokens" in caplog.text
-    assert "scored on others: 32; pretrain evaluate runs/tiny@STEP" in caplog.text
+    assert "scored on others: 32; 'pretrain evaluate runs/tiny@16 runs/tiny@32' comp" in caplog.text
     caplog.clear()
     run_dir.evaluations.write_text(line(16, 2.2, whole) + line(8, 1.9, whole))
     assert run_step("tiny@best").step == 8, "of three on the same tokens"
     assert not caplog.text
+    run_dir.evaluations.write_text("".join(line(8 * n, 2.4 + n % 2, short) for n in (1, 2, 4)))
+    assert run_step("tiny@best").step == 16
+    run_dir.evaluations.write_text(line(32, 2.6, short) + line(16, 2.2, whole))
+    assert run_step("tiny@best").step == 32, "two of three are compared on the longer text, too"
 
 
 def test_weights_to_start_from_are_of_a_run_that_is_named_as_in_runs(runs):
