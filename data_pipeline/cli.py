@@ -18,5 +18,6 @@ PROGRAM = Program(
     "Turn text into shards of tokens, and check them.",
     COMMANDS,
     libraries=("torch", "deepspeed"),
+    schema="data_pipeline.config:CorpusConfig",
 )
 main = PROGRAM.main

@@ -65,6 +65,7 @@ class Program:
     commands: Mapping[str, tuple[str, str]]  # name -> (target, what it does)
     libraries: tuple[str, ...] = ()  # `--version` shows their versions, too
     other_names: tuple[tuple[str, str], ...] = ()  # guesses, and the commands that they mean
+    schema: str = ""  # MODULE:CLASS of the settings that commands take, imported for errors
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run one command of the command line and return its exit status."""
@@ -117,7 +118,7 @@ class Program:
         if isinstance(command, Program):
             return command.dispatch(rest)
         parser, run = command
-        parser.refuse_unknown_flags(rest)
+        parser.refuse_unknown_flags(rest, self.schema)
         parsed = parser.parse_intermixed_args(rest)
         answer = run(parsed)
         if isinstance(answer, Answer):
@@ -169,8 +170,11 @@ def _escape_what_cannot_be_encoded() -> None:
 class _Parser(argparse.ArgumentParser):
     """A parser that reports a wrong command line on one line, as all errors are reported."""
 
-    def refuse_unknown_flags(self, arguments: Sequence[str]) -> None:
-        """Raise UserError for an unknown flag; argparse might complain of its value instead."""
+    def refuse_unknown_flags(self, arguments: Sequence[str], schema: str) -> None:
+        """Raise UserError for an unknown flag; argparse might complain of its value instead.
+
+        It names the setting of the `schema` that may be meant.
+        """
         for word in itertools.takewhile(lambda word: word != "--", arguments):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
@@ -180,9 +184,12 @@ class _Parser(argparse.ArgumentParser):
                 longer = [flag for flag in flags if flag.startswith(name.lstrip("-"))]
                 close = longer or difflib.get_close_matches(name.lstrip("-"), flags, n=1)
                 hint = did_you_mean(flags[close[0]] if close else "", list(flags.values()))
-                if not close and any(action.metavar == _OVERRIDES for action in self._actions):
-                    given = name.lstrip("-").replace("-", "_")
-                    hint = f"; for a setting type {given}=VALUE; else{hint[1:]}"
+                takes_settings = any(action.metavar == _OVERRIDES for action in self._actions)
+                if schema and takes_settings and not close:
+                    module, _, class_name = schema.partition(":")
+                    root = getattr(importlib.import_module(module), class_name)
+                    known = known_answer(root, (), name.lstrip("-").replace("-", "_"))
+                    hint = f"{known}; settings are KEY=VALUE" if known else hint
                 raise UserError(f"unrecognized arguments: {name}{hint}")
 
     def candidates(self, words: Sequence[str]) -> list[str]:

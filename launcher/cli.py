@@ -33,9 +33,18 @@ COMMANDS = targets("launcher.commands.", SUMMARIES) | {
         "explain a cluster file's settings: default, values, meaning",
     ),
 }
-OTHER_NAMES = (("stop", "launcher signal RUN stop"), ("branch", "pretrain branch"))
 PROGRAM = Program(
-    "launcher", "Keep pretraining runs going.", COMMANDS, ("torch", "deepspeed"), OTHER_NAMES
+    "launcher",
+    "Keep pretraining runs going.",
+    COMMANDS,
+    libraries=("torch", "deepspeed"),
+    other_names=(
+        ("stop", "launcher signal RUN stop"),
+        ("branch", "pretrain branch"),
+        ("report", "pretrain report"),
+        ("train", "launcher local"),
+    ),
+    schema="pretrain.config.run:RunConfig",
 )
 
 

@@ -33,7 +33,13 @@ PROGRAM = Program(
     "Train models with recurrent memory, whose state is carried and resumed exactly.",
     COMMANDS,
     libraries=("torch", "deepspeed"),
-    other_names=(("sample", "pretrain generate"), ("resume", "launcher resume")),
+    other_names=(
+        ("sample", "pretrain generate"),
+        ("resume", "launcher resume"),
+        ("status", "launcher status"),
+        ("compare", "pretrain report RUN RUN"),
+    ),
+    schema="pretrain.config.run:RunConfig",
 )
 main = PROGRAM.main
 

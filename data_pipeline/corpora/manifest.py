@@ -211,7 +211,7 @@ def _missing_manifest(directory: Path) -> str:
     if not directory.exists() and (splits := _splits_in(corpus)):
         return f"{corpus} has no split {directory.name!r}, it has {', '.join(splits)}"
     if not directory.exists():
-        return f"{directory} does not exist; build the corpus with `data-pipeline build`"
+        return f"{directory} does not exist; correct the path (data.path=), or build the corpus"
     if splits := _splits_in(directory):
         return (
             f"{directory} holds the splits {', '.join(splits)}; give one of them, such as "

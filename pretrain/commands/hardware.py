@@ -17,7 +17,7 @@ def add_hardware_arguments(parser: argparse._ActionsContainer) -> None:
 
     add("--cluster", type=Path, help="cluster file (configs/clusters/*.yaml) with GPUs per node")
     add("--nodes", default="1", metavar="N|N+S", help="nodes that train, and spare ones: 4+1")
-    add("--gpus-per-node", "--gpus", type=int, help="ranks per node (default 1)")
+    add("--gpus-per-node", "--gpus", "--ranks", type=int, help="ranks per node (default 1)")
     add("--gpu", type=device, choices=sorted(DEVICES), metavar="NAME", help="device (default: cpu)")
     add("--gpu-memory", type=size, default=0.0, metavar="N", help="of a GPU, such as 40GiB")
     add("--gpu-flops", type=speed, default=0.0, metavar="N", help="a GPU's peak, such as 400T")

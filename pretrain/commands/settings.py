@@ -3,22 +3,13 @@
 import argparse
 
 from foundation.cli import add_prefix, show_settings
-from foundation.errors import ConfigError
 from pretrain.config.run import RunConfig, why_fixed
 
 add_arguments = add_prefix
 
-# Names of what is not in an experiment, because the same run may continue on other machines.
-MACHINES = ("gpus", "nodes", "ranks", "world_size", "cluster", "partition", "slurm", "num_gpus")
-
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the settings of an experiment file."""
-    if arguments.prefix in MACHINES:
-        raise ConfigError(
-            f"{arguments.prefix}: not part of an experiment; use --ranks of launcher local, "
-            "--nodes of launcher submit, or a cluster file: see 'launcher settings'"
-        )
     return show_settings(RunConfig, arguments.prefix, resume_rule)
 
 

@@ -20,7 +20,7 @@ data.segment_length times optim.gradient_segments <- tbptt truncatedbptt
 optim.steps = tokens / (data.lanes * data.segment_length); see 'pretrain describe' <- epochs
     numepochs numtrainepochs maxsteps maxiters trainiters trainsteps totalsteps trainsamples
     totaltokens traintokens
-optim.schedule.decay_steps, or optim.steps <- lrdecayiters
+optim.steps; with schedule.shape=wsd its decay_steps <- lrdecayiters
 engine.compile <- torchcompile
 initial_weights; the same command resumes <- initfrom finetune pretrainedmodel
 model.positions=rope, with a base of 10,000 <- ropetheta ropebase rotarybase
@@ -31,7 +31,7 @@ model.num_heads <- nhead nheads numattentionheads
 model.d_model <- nembd dim hiddensize
 model.d_inner <- dff ffndim intermediatesize ffnhiddensize
 model.num_key_heads <- numquerygroups numkeyvalueheads nkvhead
-optim.clip_norm <- gradclip clipgrad maxgradnorm
+optim.clip_norm <- gradclip clipgrad maxgradnorm maxnorm
 optim.betas <- beta1 beta2 adambeta1 adambeta2
 engine.precision <- dtype bf16 fp16 mixedprecision amp
 engine.activation_checkpointing <- activationcheckpoint gradientcheckpointing recompute
@@ -50,7 +50,7 @@ model.tie_embeddings <- tiewordembeddings untieembeddingsandoutputweights
 model.d_head <- headdim
 model.dropout <- residpdrop hiddendropout hiddendropoutprob
 name <- runname
-part of the corpus ('data-pipeline settings tokenizer') <- tokenizer
+part of the corpus ('data-pipeline settings tokenizer') <- tokenizer tokenizertype tokenizerpath
 engine.attention_kernel <- useflashattn flashattention attnimplementation
 engine.zero_stage; layers are not split <- tensormodelparallelsize tpsize pipelinemodelparallelsize
     tensorparalleldegree pipelineparalleldegree sequenceparallel contextparalleldegree
@@ -58,19 +58,22 @@ engine.zero_stage; layers are not split <- tensormodelparallelsize tpsize pipeli
 --run-dir of 'launcher local' <- outputdir outdir rundir save folder dumpfolder rundirectory
 data (batches) and optim (steps, rate) <- train training trainer
 metrics.wandb_project <- wandb wandblog wandbproject reportto enablewandb
-launcher local --ranks N; GPUs if any <- device gpus ddp nproc
+--ranks of 'launcher local', --nodes of 'launcher submit', or a cluster file <- device gpus ddp
+    nproc nodes ranks worldsize cluster partition slurm numgpus nprocpernode nnodes gpuspernode
 nothing: the same command resumes <- resume resumefromcheckpoint load ckpt
 evaluation.lanes <- evalbatchsize perdeviceevalbatchsize
 optim.epsilon <- adamepsilon eps
 model.layer_kinds <- layertypes
 model.norm <- normalization layernorm
+nothing: of linear layers, only feed-forward ones that are not gated have biases <- bias
+data.phases, with other lanes <- rampupbatchsize batchsizerampup
+a file of configs/models, as extends: in the experiment <- flavor modelsize
 data.mixture <- blend datablend
 checkpoint.asynchronous <- asyncsave asyncmode
 engine.precision: fp32, bf16 or fp16 <- float8 fp8
 metrics.profile_steps <- profiling enableprofiling profile
 time_limit of the cluster file <- exitdurationinmins
 'pretrain new --parameters N', or a file of configs/models and model.num_layers <- parameters params
-    modelsize
 """
 
 OTHER_NAMES = {

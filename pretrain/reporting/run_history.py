@@ -219,7 +219,8 @@ class History:
         """Times in seconds since the first start, and the run's step then, which rewinds lower."""
         points = [(event.time, step) for event, step in self._steps_of_events]
         points += [(event.time + 0.001, event.to_step) for event in self.rewinds]
-        points += [(line["time"], line["step"]) for line in self.train if "time" in line]
+        measured = (*self.train, *self.measured.evaluations)  # an evaluation takes time, too
+        points += [(line["time"], line["step"]) for line in measured if "time" in line]
         seconds_X, steps_X = np.array(sorted(points), float).reshape(-1, 2).T
         return seconds_X - self._first_second, steps_X
 

@@ -252,7 +252,8 @@ def _time(history: History) -> str:
     ]
     words = (
         "Goodput is the part of productive steps. Restarts are the time that no other line has: "
-        "starts, waiting after failures, steps made again."
+        "starts, waiting after failures, steps made again. From a stop to the next start no time "
+        "counts."
     )
     return section("Time", paragraph(words), table(["", "time", "part"], rows, "named"))
 

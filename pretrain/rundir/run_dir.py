@@ -317,8 +317,8 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} holds the run {self.identity.name!r} with other settings:\n  "
                 + "\n  ".join(f"{key}: {change}" for key, change in refused.items())
-                + "\nresume it with its settings, or say what shall change; for another run: "
-                f"pretrain branch {self.path}@last NEW, or name=NEW for 'launcher local'"
+                + f"\n'launcher resume {self.path}' keeps its settings; say what shall change; for "
+                f"another run: pretrain branch {self.path}@last NEW, or launcher local name=NEW"
             )
 
     def refuse_other_files(self) -> None:

@@ -109,7 +109,8 @@ def next_step(file: Path, run: RunConfig) -> str:
     """Say what the experiment of a new file trains, and how to start it."""
     tokens = run.optim.steps * run.tokens_per_step
     return (
-        f"{file}: {counted(run.optim.steps, 'step')} of {run.tokens_per_step:,} tokens, "
+        f"{file}: {amount(run_cost(run).parameters)} parameters, "
+        f"{counted(run.optim.steps, 'step')} of {run.tokens_per_step:,} tokens, "
         f"{si(tokens)}tokens in all; next: launcher local {file} --ranks 2"
     )
 

@@ -85,7 +85,7 @@ def model_card(
             training[f"validation {name.replace('_', ' ')}"] = f"{evaluation[name]:.4f}"
     text = EvaluatedText.of_line(evaluation)
     training["validated on"] = text.description
-    training["standard error"] = f"{format_number(text.standard_error, '.4f')} of the loss"
+    training["standard error"] = format_number(text.standard_error, ".4f")
     settings = {
         name: json_text(value)
         for name, value in model.function_settings().items()

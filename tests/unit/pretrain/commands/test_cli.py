@@ -160,7 +160,7 @@ def files_in(directory: Path) -> dict[str, str]:
         (("import-original", "folder", "--config=x.yaml", "--output=o"), "folder"),
         (("describe", "x.yaml", "data.path="), "data.path: "),
         (("describe", "nowhere.yaml"), "nowhere.yaml"),
-        (("describe", "x.yaml", "--micro-batch-size=4"), "type micro_batch_size=VALUE"),
+        (("describe", "x.yaml", "--micro-batch-size=4"), "here it is engine.micro_batch_lanes"),
         (("describe", "x.yaml", "--gpus-per-node", "3"), "data.lanes=4 "),
         (("describe", "x.yaml", "--nodes", "0"), "--nodes=0"),
         (("describe", "x.yaml", "--mfu", "2"), "--mfu=2.0"),
