@@ -283,6 +283,8 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
         or [one.name for one in known if prefix in one.name or prefix in _choices(one.hint)]
         or [one.name for one in known if prefix.lower() in one.meaning.lower()]
     )
+    if not meant:  # a mapping's item, such as model.mixers.deltanet
+        meant = [one.name for one in known if not one.section and prefix.startswith(one.name + ".")]
     if not meant:
         *sections, name = prefix.split(".")
         owners = [one.section for one in known if one.name == ".".join(sections)]

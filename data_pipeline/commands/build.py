@@ -84,7 +84,7 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
     if validation and validation.documents == 1 and not validation.is_stream:
         print(
             "warning: the validation split is one document, whose loss says little of other texts; "
-            "raise validation_fraction"
+            "raise validation_fraction, or name them (validation_input)"
         )
     if hash_of_all := corpus_hash(config.output):
         print(f"manifest_hash {hash_of_all}")

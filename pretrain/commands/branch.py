@@ -43,5 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     if rate := describe_rate(source.settings_at(max(0, step - 1)), config, step):
         print(rate)
     elsewhere = "" if directory == RUNS / config.name else f" --run-dir {directory}"
-    print(f"Train: launcher local {directory / 'config.yaml'}{elsewhere}")
+    more = " optim.steps=MORE" if step == config.optim.steps else ""
+    print(f"Train: launcher local {directory / 'config.yaml'}{elsewhere}{more}")
     return 0

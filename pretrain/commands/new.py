@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, parameters = parser.add_argument, amount_of("parameters")
     add("experiment", type=Path, metavar="EXPERIMENT.yaml", help="file to write; must not exist")
     add("--corpus", type=Path, required=True, metavar="DIR", help="a built corpus, or its URL")
-    add("--parameters", type=parameters, metavar="N", help="1.5B; default: of your shape, or 10M")
+    add("--parameters", type=parameters, metavar="N", help="about 1.5B; default: yours, or 10M")
     add("--steps", type=size_of("steps"), metavar="N", help="default: by corpus and parameters")
     add("--paper", action="store_true", help="the paper's parts and rate instead of today's")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the file")

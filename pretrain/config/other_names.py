@@ -6,14 +6,14 @@ import re
 _TABLE = """
 optim.learning_rate <- lr maxlr peaklr baselr
 optim.schedule.final_fraction, a part of the rate <- minlr lrmin
-optim.schedule.shape <- lrscheduler lrschedulertype lrdecaystyle scheduler
+optim.schedule.shape <- lrscheduler lrschedulertype lrdecaystyle scheduler decaylr
 optim.schedule.warmup_steps <- warmup warmupiters lrwarmupiters
 data.lanes, of all ranks <- batch batchsize globalbatchsize trainbatchsize
 engine.micro_batch_lanes; accumulation follows <- microbatchsize localbatchsize
     perdevicetrainbatchsize devicebatchsize gradientaccumulationsteps gradaccum accumulation
 data.segment_length <- seqlen seqlength sequencelength tgtlen bptt
 data.segment_length, and model.memory_length for what is remembered before it <- blocksize
-    contextlength context maxseqlen nctx maxpositionembeddings modelmaxlength maxlength
+    contextlength context maxseqlen maxseqlength nctx maxpositionembeddings modelmaxlength maxlength
 model.memory_length, the tokens that a layer attends to before a segment <- mems memlen statepassing
     window slidingwindow
 data.segment_length times optim.gradient_segments <- tbptt truncatedbptt
@@ -26,9 +26,9 @@ initial_weights; the same command resumes <- initfrom finetune pretrainedmodel
 model.positions=rope, with a base of 10,000 <- ropetheta ropebase rotarybase
 engine.zero_stage: 3 shards all <- fsdp fsdp2 dpshard dataparallelsharddegree zero stage
     zerooptimization usedistributedoptimizer
-model.num_layers <- nlayer nlayers numhiddenlayers
-model.num_heads <- nhead nheads numattentionheads
-model.d_model <- nembd dim hiddensize
+model.num_layers <- nlayer nlayers numhiddenlayers layers depth
+model.num_heads <- nhead nheads numattentionheads heads
+model.d_model <- nembd dim hiddensize width
 model.d_inner <- dff ffndim intermediatesize ffnhiddensize
 model.num_key_heads <- numquerygroups numkeyvalueheads nkvhead
 optim.clip_norm <- gradclip clipgrad maxgradnorm maxnorm
@@ -36,9 +36,9 @@ optim.betas <- beta1 beta2 adambeta1 adambeta2
 engine.precision <- dtype bf16 fp16 mixedprecision amp
 engine.activation_checkpointing <- activationcheckpoint gradientcheckpointing recompute
     recomputegranularity recomputeactivations remat
-checkpoint.interval <- saveinterval savesteps ckptinterval
+checkpoint.interval <- saveinterval savesteps ckptinterval savestrategy alwayssavecheckpoint
 interval, in checkpoint, evaluation and metrics <- every
-evaluation.interval <- evalinterval evalsteps
+evaluation.interval <- evalinterval evalsteps evalstrategy evaluationstrategy
 evaluation.max_tokens <- evaliters
 checkpoint.keep_last <- savetotallimit
 metrics.interval <- loggingsteps loginterval logfreq
@@ -65,6 +65,11 @@ evaluation.lanes <- evalbatchsize perdeviceevalbatchsize
 optim.epsilon <- adamepsilon eps
 model.layer_kinds <- layertypes
 model.norm <- normalization layernorm
+'pretrain evaluate RUN' <- evalonly
+nothing: RUN@best is the kept checkpoint with the lowest validation loss <- loadbestmodelatend
+    metricforbestmodel earlystopping earlystoppingpatience
+'pretrain export --format huggingface' <- pushtohub
+nothing: each rank reads its own lanes ahead <- numworkers dataloadernumworkers
 nothing: of linear layers, only feed-forward ones that are not gated have biases <- bias
 data.phases, with other lanes <- rampupbatchsize batchsizerampup
 a file of configs/models, as extends: in the experiment <- flavor modelsize

@@ -153,7 +153,7 @@ def row_of(placed: PlacedCell) -> Row:
     if step < steps:
         excluded = f"not finished: at step {step} of {steps}"
     elif not last:
-        excluded = "finished without a last evaluation"
+        excluded = "all steps are made, but there is no last evaluation yet"
     elif not _is_finite(loss):
         excluded = "diverged: its last evaluation's loss is NaN or infinite"
     else:

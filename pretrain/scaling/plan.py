@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.corpora.corpus import Corpus
 from data_pipeline.corpora.manifest import SPLITS
@@ -313,6 +314,24 @@ def check_corpus(corpus: Corpus, runs: Sequence[PlannedRun]) -> None:
             raise DataError(f"{name}: {error}; {remedy}") from error
 
 
+def _name_in_all(name: str, trees: Sequence[Mapping[str, Any]]) -> str:
+    """Return the setting's name, or the mapping's that has it if some trees lack it."""
+    parts = name.split(".")
+    while True:
+        try:
+            for tree in trees:
+                functools.reduce(operator.getitem, parts, tree)
+        except KeyError:  # such as model.mixers.deltanet
+            parts.pop()
+        else:
+            return ".".join(parts)
+
+
+def _override(name: str, tree: Mapping[str, Any]) -> str:
+    value: Any = functools.reduce(operator.getitem, name.split("."), tree)
+    return f"{name}={json_text(value) if isinstance(value, Mapping) else value}"
+
+
 def make_sweep(
     name: str,
     experiment: Path,
@@ -334,16 +353,14 @@ def make_sweep(
         to_tree(replace(item.run, model=replace(item.run.model, vocab_size=vocabulary)))
         for item in runs
     ]
-    names = list(dict.fromkeys(name for tree in trees for name in differences(plain, tree)))
+    differing = dict.fromkeys(name for tree in trees for name in differences(plain, tree))
+    names = list(dict.fromkeys(_name_in_all(name, trees) for name in differing))
     relative = Path(os.path.relpath(experiment.resolve(), directory.resolve()))
     cells = [
         Cell(
             name=item.name,
             experiment=relative,
-            overrides=tuple(
-                f"{name}={functools.reduce(operator.getitem, name.split('.'), tree)}"
-                for name in names
-            ),
+            overrides=tuple(_override(name, tree) for name in names),
             facts=dict(item.facts),
             holdout=item.holdout,
             starts_from=item.starts_from,

@@ -135,6 +135,7 @@ def test_every_program_prints_its_settings_in_80_columns(capsys, monkeypatch):
         (data_pipeline, "vocab", "tokenizer.vocab_size = 16384"),
         (data_pipeline, "tokenizer", "tokenizer.vocab_size = 16384"),
         (launcher, "time", "time_limit = 24:00:00"),
+        (pretrain, "model.mixers.deltanet.largest_write", "model.mixers = {}"),
         (pretrain, "training.lr", "optim.learning_rate = 0.00025"),
     ):
         assert program(["settings", *([prefix] if prefix else [])]) == 0

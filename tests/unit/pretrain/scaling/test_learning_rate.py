@@ -1,6 +1,7 @@
 """Sweeps of rates, lengths and variants: plans, their table, best rates, pages; one for real."""
 
 import csv
+import json
 import math
 import re
 import shutil
@@ -317,6 +318,32 @@ def test_a_members_best_rate_has_the_lowest_mean_of_its_seeds_once_all_runs_have
     diverged = [ended("c", 1e-3, math.inf)]
     (found,) = member_results([*seeds, *running, *diverged])
     assert (found.member, found.seeds.losses) == ("a", {1: 2.0, 2: 1.9})
+
+
+def test_members_may_have_kinds_of_layers_that_others_lack(tmp_path):
+    kinds = "model.layer_kinds=[deltanet, attention]"
+    members = {
+        "plain": [],
+        "whole": [kinds],
+        "narrow": [kinds, "model.mixers.deltanet.largest_write=2"],
+        "mamba": ["model.layer_kinds=[mamba2, attention]", "model.mixers.mamba2.state_width=4"],
+    }
+    two = TWO.partition("members:")[0].replace("8e7", "4e8")
+    write_text(
+        tmp_path / "tiny.yaml", TINY.replace("CORPUS", str(make_tiny_corpus(tmp_path / "c")))
+    )
+    write_text(tmp_path / "two.yaml", f"{two}members: {json.dumps(members)}\n")
+    assert command("plan", tmp_path / "two.yaml", "--output", tmp_path / "sweep.yaml") == 0
+    cells = read_sweep(tmp_path / "sweep.yaml").cells
+    planned = {
+        member_name(cell.name): config_of(cell, tmp_path / "sweep.yaml").model for cell in cells
+    }
+    assert {name: model.mixers for name, model in planned.items()} == {
+        "plain": {},
+        "whole": {},
+        "narrow": {"deltanet": {"largest_write": 2.0}},
+        "mamba": {"mamba2": {"state_width": 4}},
+    }
 
 
 @pytest.fixture(scope="module")
