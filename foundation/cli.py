@@ -289,8 +289,9 @@ def matching(schema: Any, prefix: str) -> list[Setting]:
         *sections, name = prefix.split(".")
         owners = [one.section for one in known if one.name == ".".join(sections)]
         if sections and not owners:  # another system's section
-            name, sections = name if known_answer(schema, (), name) else sections[0], []
-        hint = suggestion((*owners, schema)[0] or schema, schema, sections, name)
+            hint = known_answer(schema, (), name) or suggestion(schema, schema, (), sections[0])
+        else:
+            hint = suggestion((*owners, schema)[0] or schema, schema, sections, name)
         raise ConfigError(f"{prefix}: unknown setting{hint}")
     inside = tuple(f"{name}{mark}" for name in meant for mark in (".", "["))
     return [one for one in known if one.name in meant or one.name.startswith(inside)]

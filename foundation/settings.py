@@ -265,9 +265,9 @@ def known_answer(root: Any, where: Sequence[str], name: str) -> str:
     It names the settings with that name in other sections, else the setting that the root's
     `other_names` gives for another system's name.
     """
-    inside, plain = _settings_inside(root, where), _settings_inside(root, ())
-    same = [setting.name for setting in inside if setting.leaf == name]
-    if same := same or [setting.name for setting in plain if setting.leaf == name]:
+    plain = [setting.name for setting in _settings_inside(root, ()) if setting.leaf == name]
+    inside = [same for same in plain if same.startswith(".".join((*where, "")))]
+    if same := inside or plain:
         return f"; did you mean {' or '.join(map(repr, same[:MOST_SUGGESTED]))}?"
     other = other_name(root, name)
     return f"; here it is {other}" if other else ""
@@ -382,8 +382,8 @@ def types_of(hint: Any) -> set[type]:
     return set().union(*map(types_of, inside)) if inside else {hint}
 
 
-def _describe(root: Any, problem: Problem) -> Iterator[str]:
-    """Yield lines about the problem; none if it is about a union's member that is not meant."""
+def _describe(root: Any, problem: Problem) -> Sequence[str]:
+    """Return lines about the problem; none if it is about a union's member that is not meant."""
     hint, unit, owner, names = root, "", root, list[str]()
     for part in problem.where:
         if is_dataclass(hint):
@@ -394,24 +394,21 @@ def _describe(root: Any, problem: Problem) -> Iterator[str]:
         elif isinstance(part, str) and member_of(hint, []) is not hint:
             is_list = isinstance(problem.value, list)  # `part` is pydantic's name of a member
             if problem.code == "tuple_type" if part.startswith("tuple") else is_list:
-                return
+                return ()
         else:
             names.append(str(part))
             hint = section_of_list(hint) or Any
     name = _dotted(names)
     if problem.code == "value_error":
-        yield problem.expected
-        return
+        return [problem.expected]
     if problem.code == "unexpected_keyword_argument":
         inside = problem.value if isinstance(problem.value, Mapping) else {}
         answers = {f"{name}.{leaf}": known_answer(root, (), str(leaf)) for leaf in inside}
         if not any(answers.values()):  # else it is another system's section
             answers = {name: suggestion(owner, root, names[:-1], names[-1])}
-        yield from (f"{leaf}: unknown setting{answer}" for leaf, answer in answers.items())
-        return
+        return [f"{leaf}: unknown setting{answer}" for leaf, answer in answers.items()]
     if problem.code == "missing" and isinstance(problem.where[-1], str):
-        yield f"{name}: missing; it has no default"
-        return
+        return [f"{name}: missing; it has no default"]
     if problem.code == "dataclass_type":
         expected = "a section; its settings are "
         expected += ", ".join(setting.leaf for setting in _own_settings(hint))
@@ -421,7 +418,7 @@ def _describe(root: Any, problem: Problem) -> Iterator[str]:
         expected = "a section" if problem.code == "dict_type" else problem.expected
     is_absent = problem.value is None or problem.code == "missing"
     value = "no value" if is_absent else shown(problem.value)
-    yield f"{name or 'settings'}: found {value}, expected {expected}"
+    return [f"{name or 'settings'}: found {value}, expected {expected}"]
 
 
 def _texts_in(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:

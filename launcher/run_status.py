@@ -26,11 +26,11 @@ from pretrain.rundir.events import (
     NodesUnready,
     Submitted,
     TrainingBegan,
-    TrainingEnded,
     UnresolvedSpike,
 )
 from pretrain.rundir.heartbeat import HeartbeatRecord, read_heartbeats
 from pretrain.rundir.history import (
+    STARTS_AND_ENDS,
     began_in,
     find_events,
     interruptions,
@@ -200,7 +200,7 @@ def last_turn(ledger: Sequence[Event], has_all_steps: bool) -> Event | None:
     When Slurm ends a job, the supervisor writes that immediately, and its ranks write their last
     events afterwards. These are no turns of the run, unless it has made all steps.
     """
-    trained = last_event(ledger, TrainingBegan, TrainingEnded, AttemptEnded)
+    trained = last_event(ledger, *STARTS_AND_ENDS)
     if has_all_steps and trained is not None and is_finished(trained):
         return trained  # a job that starts afterwards has nothing to do
     ended = last_event(ledger, JobStarted, JobEnded)  # a new start may have an ended one's number

@@ -63,14 +63,16 @@ def resume(
     (state,) = read_states([path])
     if from_step is not None and any(map(gives_rate, overrides)):
         overrides = [*course_at(RunDir(path), from_step), *overrides]
-    config = load_config(RunConfig, path / "config.yaml", overrides)
-    other = other_settings(path, config) if (path.absolute().parent / "sweep.lock").exists() else ""
-    if other:
-        raise ConfigError(
-            f"{path} is a cell of a sweep, which would not count it with {other}; leave it and "
-            f"train a copy: 'pretrain branch {path}@last NEW {' '.join(overrides)}'"
-        )
-    steps_are_made = state.is_done and is_complete(RunDir(path), config)
+    if overrides and (path.absolute().parent / "sweep.lock").exists():
+        config = load_config(RunConfig, path / "config.yaml", overrides)
+        if other := other_settings(path, config):
+            raise ConfigError(
+                f"{path} is a cell of a sweep, which would not count it with {other}; leave it and "
+                f"train a copy: 'pretrain branch {path}@last NEW {' '.join(overrides)}'"
+            )
+    steps_are_made = state.is_done and is_complete(
+        RunDir(path), load_config(RunConfig, path / "config.yaml", overrides)
+    )
     if steps_are_made and from_step is None:
         raise ConfigError(
             f"{path} is done after step {state.step:,}; to train further, give it more optim.steps"

@@ -469,25 +469,18 @@ def missing_notes(config: RunConfig, cluster: ClusterConfig, run_dir: Path) -> l
         mounts += [str(Path.home()), "/tmp", str(Path.cwd())]
     train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
     data, corpus = config.data, "finished corpus"
-    # (name of the setting, path, the file it must have below it, what to call it)
+    # (name of the setting, path, the file it must have below it if any, what to call it)
     read = [("data.path", Path(data.path), validation if data.mixture else train, corpus)]
     for part in data.all_parts:
         read.append((f"mixture of {part.path}", Path(part.path), train, corpus))
     for name, path in config.evaluation.sets.items():
         split = "finished split of a corpus"
         read.append((f"evaluation.sets.{name}", evaluated_split(Path(path)), MANIFEST_NAME, split))
-    local = [place for place in read if url_of(place[1]) is None]
-    missing = [
-        (name, kind, path)
-        for name, path, needed, kind in local
-        if not os.path.isfile(path / needed)
-    ]
     if config.initial_weights:
         text = str(config.initial_weights)
         source = Path(text.rpartition("@")[0] or text)  # RUN of RUN@STEP
-        if not source.exists():
-            missing.append(("initial_weights", "run or export", source))
-        local.append(("initial_weights", source, "", ""))
+        read.append(("initial_weights", source, "", "run or export"))
+    local = [place for place in read if url_of(place[1]) is None]
     hidden = [
         f"warning: {name}: {path} is below none of {', '.join(mounts)}, which the container sees; "
         "add a directory to container_mounts, unless the image has it"
@@ -497,5 +490,6 @@ def missing_notes(config: RunConfig, cluster: ClusterConfig, run_dir: Path) -> l
     return hidden + [
         f"warning: {name}: found no {kind} at {path} on this host; the run is refused when its job "
         "starts, unless the nodes see it there: build it, or correct the path"
-        for name, kind, path in missing
+        for name, path, needed, kind in local
+        if not os.path.exists(path / needed)
     ]

@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of `pretrain evaluate`."""
     add, tokens = parser.add_argument, size_of("tokens")
     add("runs", type=run_path, nargs="+", metavar="RUN", help="run, RUN@STEP, or export")
-    add(
-        "--follow",
-        action="store_true",
-        help="score each kept checkpoint until the run has ended",
-    )
+    add("--follow", action="store_true", help="score each kept checkpoint until the run has ended")
     add("--data", type=Path, help="corpus or its URL (default: the run's; an export needs one)")
     add("--split", default="validation", help="split of the corpus (default %(default)s)")
     add("--memory-length", type=tokens, nargs="+", metavar="N", help="a result for each N tokens")

@@ -16,8 +16,7 @@ from pretrain.checkpoint.index import read_index
 from pretrain.checkpoint.verify import steps_that_count
 from pretrain.metrics.writers import TensorBoard
 from pretrain.rundir.evaluated_text import PARTS
-from pretrain.rundir.events import AttemptEnded, TrainingBegan, TrainingEnded
-from pretrain.rundir.history import attempt_history, is_finished, last_event
+from pretrain.rundir.history import STARTS_AND_ENDS, attempt_history, is_finished, last_event
 from pretrain.rundir.run_dir import RunDir
 
 POLL_SECONDS = 5.0
@@ -27,14 +26,14 @@ def unscored_steps(run_dir: RunDir, seconds: float = POLL_SECONDS) -> Iterator[i
     """Yield the step of each checkpoint that is newer than its lines, or has none, until the run
     has ended."""
     while True:
-        if not (
-            is_held := any(lock.is_held for lock in run_dir.locks())
-        ):  # else it may be starting
+        is_held = any(lock.is_held for lock in run_dir.locks())
+        if not is_held:  # else it may be starting
             RunDir.open(run_dir.path)
         ledger = run_dir.ledger.history()
         # One with more steps is resumed: its ledger says that it has finished, until it trains.
-        last = last_event(ledger, TrainingBegan, TrainingEnded, AttemptEnded)
-        has_ended, history = not is_held and last and is_finished(last), attempt_history(ledger)
+        last = last_event(ledger, *STARTS_AND_ENDS)
+        has_ended = not is_held and last is not None and is_finished(last)
+        history = attempt_history(ledger)
         lines = sorted(run_dir.read_evaluations(), key=lambda line: line["time"])
         scored = {line["step"]: line["time"] for line in lines}
         steps = steps_that_count(root := run_dir.checkpoints)

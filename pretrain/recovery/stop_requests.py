@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
+from itertools import takewhile
 from types import FrameType
 
 import torch.distributed as dist
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from foundation.interruption import ONE_PRESS_SECONDS
 from pretrain.distributed.collectives import any_rank, on_any_rank
 from pretrain.distributed.messages import BackgroundExchanges
-from pretrain.rundir.events import ASK, AttemptEnded, Requested, TrainingBegan, TrainingEnded
-from pretrain.rundir.history import find_events
+from pretrain.rundir.events import ASK, Requested
+from pretrain.rundir.history import STARTS_AND_ENDS, find_events
 from pretrain.rundir.ledger import Ledger
 
 # Slurm's notice before a time limit can be any of the first three: SIGUSR1 is missing because NCCL
@@ -50,12 +51,11 @@ class UserRequests:
         self.ledger = ledger
         self._signals: list[int] = []  # since the last `take`
         self.previous = signal.signal(ASK, lambda number, _: self._signals.append(number))
-        events = list(ledger.read())
-        kinds = (TrainingBegan, TrainingEnded, AttemptEnded)
-        border = max((n for n, event in enumerate(events) if isinstance(event, kinds)), default=0)
-        self._num_taken = len(find_events(events[:border], Requested))
-        if len(find_events(events, Requested)) > self._num_taken:
-            self._signals.append(ASK)
+        events = ledger.read()
+        since = takewhile(lambda event: not isinstance(event, STARTS_AND_ENDS), reversed(events))
+        waiting = find_events([*since], Requested)
+        self._num_taken = len(find_events(events, Requested)) - len(waiting)
+        self._signals += [ASK] * len(waiting)
 
     def take(self) -> set[str]:
         """Return what was asked for since the last call: save or evaluate."""

@@ -219,8 +219,9 @@ class History:
         """Times in seconds since the first start, and the run's step then, which rewinds lower."""
         points = [(event.time, step) for event, step in self._steps_of_events]
         points += [(event.time + 0.001, event.to_step) for event in self.rewinds]
-        measured = (*self.train, *self.measured.evaluations)  # an evaluation takes time, too
-        points += [(line["time"], line["step"]) for line in measured if "time" in line]
+        # Evaluations take time, too; other jobs' are later, and have no loss without memory.
+        own = (line for line in self.measured.evaluations if "loss_without_memory" in line)
+        points += [(line["time"], line["step"]) for line in (*self.train, *own) if "time" in line]
         seconds_X, steps_X = np.array(sorted(points), float).reshape(-1, 2).T
         return seconds_X - self._first_second, steps_X
 

@@ -42,6 +42,7 @@ from pretrain.rundir.events import (
 from pretrain.rundir.metrics_file import MetricsSummary, TimeSpent
 
 E = TypeVar("E", bound=Event)
+STARTS_AND_ENDS = (TrainingBegan, TrainingEnded, AttemptEnded)  # of training, not of jobs
 _FAILED = (NextAction.RETRY, NextAction.GIVE_UP, NextAction.REFUSED)
 
 

@@ -183,7 +183,10 @@ def test_a_long_run_is_thinned_but_keeps_what_stands_out_and_exact_sums(tmp_path
 
 
 def test_progress_falls_where_the_run_went_back_and_setbacks_are_marked(run):
+    line = {"kind": "evaluation", "step": 20, "time": 9e9, "loss": 3.0, "parts": [[3.0, 100]]}
+    RunDir(run).evaluations.write_text(json.dumps(line) + "\n")  # by another job, afterwards
     history = read_history(run)
+    assert history.measured.evaluations
     seconds_X, steps_X = history.progress
     assert (np.diff(seconds_X) >= 0).all()
     assert steps_X[np.flatnonzero(np.diff(steps_X) < 0)].tolist() == [15]
