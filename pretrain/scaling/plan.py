@@ -321,7 +321,7 @@ def _name_in_all(name: str, trees: Sequence[Mapping[str, Any]]) -> str:
         try:
             for tree in trees:
                 functools.reduce(operator.getitem, parts, tree)
-        except KeyError:  # such as model.mixers.deltanet
+        except KeyError:  # a setting of a kind of layer, such as model.mixers.KIND
             parts.pop()
         else:
             return ".".join(parts)
