@@ -19,7 +19,7 @@ import yaml
 from tests.helpers.checkout import ROOT
 
 LIMIT_SECONDS = 1800
-NOT_COPIED = (".git", ".venv*", "*_cache", "__pycache__", "runs")
+NOT_COPIED = (".git", ".venv*", "*_cache", "__pycache__", "build", "runs")
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's exit statuses; it is interrupted where an import fails
 
 
