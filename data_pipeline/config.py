@@ -5,9 +5,10 @@ They stand apart from the code that uses them because reading settings must not 
 
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from foundation.errors import ConfigError
 from foundation.settings import MOST, MOST_THREADS, Range, check_ranges, require_no_secrets, setting
@@ -74,6 +75,11 @@ class TokenizerConfig:
 class CorpusConfig:
     """Which text becomes which corpus. The same text and settings give the same bytes."""
 
+    other_names: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("textcolumn", "textkey", "jsonkeys", "column"), "text_field"),
+        **dict.fromkeys(("appendeod", "appendeos", "addeos"), "nothing: a document has its end"),
+        **dict.fromkeys(("workers", "numworkers", "numproc"), "threads"),
+    }
     input: tuple[Path, ...]
     """Files, or folders read recursively; dot files are ignored."""
     output: Path

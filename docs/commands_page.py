@@ -43,7 +43,7 @@ EXIT_CODES = """\
 | 1 | a check found a difference |
 | 2 | the input needs a change, which one line says, or the supervisor gave up |
 | 74, 77 | storage or network failed; the node is unusable (ranks only; the launcher tries again) |
-| 75 | stopped on request, after saving a checkpoint |
+| 75 | stopped on request, after saving a checkpoint if training had begun |
 | 76 | out of memory (ranks only; the launcher halves the micro-batch and restarts) |
 | 130 | interrupted |
 """

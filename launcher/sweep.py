@@ -24,6 +24,7 @@ from launcher.slurm.sbatch import (
     check_run,
     render_array,
     replaced_snapshot,
+    resolve_here,
 )
 from launcher.stop_signals import StopSignals
 from pretrain.config.cluster import ClusterConfig, NodeRange
@@ -265,7 +266,7 @@ def submit_array(job: Job, script: str, cells: Sequence[CellRun]) -> str:
 
 
 def _fewest_nodes(cell: CellRun, cluster: ClusterConfig, nodes: NodeRange, is_dry_run: bool) -> int:
-    config = with_vocabulary(with_absolute_paths(cell.config))
+    config = resolve_here(with_absolute_paths(cell.config))
     planned = cell.cell.facts.get("nodes", 1)  # by 'pretrain scale plan'
     problem = ""
     for count in range(int(max(nodes.least, min(nodes.most, planned))), nodes.most + 1):

@@ -141,7 +141,7 @@ def _held_out(names: list[str]) -> dict[str, set[str]]:
                 group = (folder, part[: match.start()].lower())
                 trained |= {group} if match["train"] else set()
                 held_out[group] |= set() if match["train"] else {name}
-    reason = "of a validation or test split; name one as an input to read it"
+    reason = "of a validation or test split; name a file in validation_input to read it"
     names_of_splits = {name for group in trained for name in held_out[group]}
     return {reason: names_of_splits} if names_of_splits else {}
 

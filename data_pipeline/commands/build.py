@@ -17,6 +17,7 @@ from data_pipeline.builder.records import REJECTS_NAME
 from data_pipeline.config import CorpusConfig
 from data_pipeline.corpora.copies import copied_documents
 from data_pipeline.corpora.corpus_identity import corpus_hash
+from data_pipeline.corpora.manifest import HOW_TO_SPLIT
 from foundation.cli import check_least
 from foundation.errors import ConfigError
 from foundation.progress import StatusLine
@@ -81,6 +82,8 @@ def _print_result(config: CorpusConfig, result: BuildResult) -> int:
             f"{len(manifest.shards):>7,} shards"
         )
     validation = result.manifests.get("validation")
+    if "train" in result.manifests and validation is None:
+        print(f"warning: no validation split, which a run on this text alone needs; {HOW_TO_SPLIT}")
     if validation and validation.documents == 1 and not validation.is_stream:
         print(
             "warning: the validation split is one document, whose loss says little of other texts; "

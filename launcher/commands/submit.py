@@ -20,13 +20,14 @@ from launcher.slurm.sbatch import (
     missing_notes,
     quote,
     render,
+    resolve_here,
 )
 from launcher.slurm.srun import Step, attempt_command
 from launcher.slurm.submission import submit
 from launcher.supervisor import is_done_already
 from pretrain.checkpoint.facts import add_from_step
 from pretrain.config.cluster import parse_nodes
-from pretrain.config.resolve import with_absolute_paths, with_vocabulary
+from pretrain.config.resolve import with_absolute_paths
 from pretrain.config.run import RunConfig
 from pretrain.rundir.attempt_files import AttemptFiles
 from pretrain.rundir.run_dir import RunDir
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         cluster=cluster_here(arguments.cluster),
         attempts_without_progress=policy.attempts_without_progress,
     )
-    is_dry_run, known = arguments.dry_run, with_vocabulary(config)
+    is_dry_run, known = arguments.dry_run, resolve_here(config)
     notes = missing_notes(config, job.cluster, path)
     notes += check_run(known, job.cluster, job.nodes, path, is_dry_run=is_dry_run)
     if is_done_already(RunDir(path), config, arguments.from_step, arguments.overrides):

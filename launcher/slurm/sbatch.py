@@ -37,7 +37,7 @@ from pretrain.config.cluster import (
 from pretrain.config.devices import DEVICES
 from pretrain.config.evaluation_sets import evaluated_split
 from pretrain.config.phases import runs_of_phases
-from pretrain.config.resolve import with_precision
+from pretrain.config.resolve import resolve_if_built, with_precision, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.device_memory import checkpoint_bytes, largest_footprint
 from pretrain.costs.fitting import advice
@@ -467,20 +467,7 @@ def missing_notes(config: RunConfig, cluster: ClusterConfig, run_dir: Path) -> l
     mounts = [str(run_dir), *cluster.container_mounts]
     if cluster.container_image.endswith(".sif"):
         mounts += [str(Path.home()), "/tmp", str(Path.cwd())]
-    train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
-    data, corpus = config.data, "finished corpus"
-    # (name of the setting, path, the file it must have below it if any, what to call it)
-    read = [("data.path", Path(data.path), validation if data.mixture else train, corpus)]
-    for part in data.all_parts:
-        read.append((f"mixture of {part.path}", Path(part.path), train, corpus))
-    for name, path in config.evaluation.sets.items():
-        split = "finished split of a corpus"
-        read.append((f"evaluation.sets.{name}", evaluated_split(Path(path)), MANIFEST_NAME, split))
-    if config.initial_weights:
-        text = str(config.initial_weights)
-        source = Path(text.rpartition("@")[0] or text)  # RUN of RUN@STEP
-        read.append(("initial_weights", source, "", "run or export"))
-    local = [place for place in read if url_of(place[1]) is None]
+    local = _local_reads(config)
     hidden = [
         f"warning: {name}: {path} is below none of {', '.join(mounts)}, which the container sees; "
         "add a directory to container_mounts, unless the image has it"
@@ -493,3 +480,30 @@ def missing_notes(config: RunConfig, cluster: ClusterConfig, run_dir: Path) -> l
         for name, path, needed, kind in local
         if not os.path.exists(path / needed)
     ]
+
+
+def resolve_here(config: RunConfig) -> RunConfig:
+    """Return the run with its vocabulary size; UserError if it cannot train on its corpus.
+
+    Where this host lacks something that the run reads, the job checks the corpus.
+    """
+    is_here = all(os.path.exists(path / needed) for _, path, needed, _ in _local_reads(config))
+    return resolve_if_built(config) if is_here else with_vocabulary(config)
+
+
+def _local_reads(config: RunConfig) -> list[tuple[str, Path, str, str]]:
+    """Return the local paths that the run reads: the setting's name, the path, the file it must
+    have below it if any, and what to call it."""
+    train, validation = (f"{split}/{MANIFEST_NAME}" for split in SPLITS)
+    data, corpus = config.data, "finished corpus"
+    read = [("data.path", Path(data.path), validation if data.mixture else train, corpus)]
+    for part in data.all_parts:
+        read.append((f"mixture of {part.path}", Path(part.path), train, corpus))
+    for name, path in config.evaluation.sets.items():
+        split = "finished split of a corpus"
+        read.append((f"evaluation.sets.{name}", evaluated_split(Path(path)), MANIFEST_NAME, split))
+    if config.initial_weights:
+        text = str(config.initial_weights)
+        source = Path(text.rpartition("@")[0] or text)  # RUN of RUN@STEP
+        read.append(("initial_weights", source, "", "run or export"))
+    return [place for place in read if url_of(place[1]) is None]

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rope-extension", choices=get_args(RopeExtension), help="stretch rope to longer memory")
     add("--same-length", action="store_true", help="let all tokens see equally many keys")
     add("--lanes", type=int, default=0, metavar="N", help="streams at a time (default: the run's)")
-    add("--max-tokens", type=tokens, default=0, metavar="N", help="score about N tokens")
+    add("--max-tokens", type=tokens, default=0, metavar="N", help="score N tokens (default: all)")
     add("--precision", choices=get_args(Precision), help="default: the run's; on a CPU fp32")
     add("--ema", action="store_true", help="use the weight EMA, if the run has one")
     add_json(parser)

@@ -42,6 +42,7 @@ from pretrain.terminal.text import counted
 from pretrain.weights.export import TrainedModel, is_export, load_tokenizer, load_trained
 
 CONTEXT_POSITIONS, CONTEXTS = 512, 20  # for effective context lengths: positions, lengths tried
+MANY_TOKENS = 1_000_000  # minutes on a CPU; said where there is no progress bar
 SHARES = (0.1, 0.5, 1.0)  # the hardest fractions of positions (table 8 of the paper)
 
 
@@ -181,6 +182,8 @@ def _evaluate_with_progress(
     console = Console(stderr=True)
     hidden = not (console.is_terminal and scorer.world.is_main)
     results = []
+    if hidden and scorer.world.is_main and total > MANY_TOKENS:
+        print(f"scoring {total:,} tokens; --max-tokens N scores fewer", file=sys.stderr, flush=True)
     with Progress(console=console, transient=True, disable=hidden) as bar:
         for memory_length in arguments.memory_length or [config.model.longest_memory]:
             task = bar.add_task(f"memory {memory_length}", total=total)

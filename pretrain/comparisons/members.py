@@ -34,7 +34,8 @@ class MemberResult:
     member: str
     runs: Sequence[Row]  # at that rate, one per seed
     seeds: Member  # its losses by seed
-    is_edge: bool  # the best rate is the lowest or the highest one tried
+    num_rates: int  # tried
+    is_edge: bool  # the best rate is the lowest or the highest of several
     tokens_per_second: float  # of training alone; the median of all runs of the member
     probes: Mapping[str, float]  # means over seeds, by column of the sweep's table
 
@@ -92,6 +93,7 @@ def member_results(rows: Sequence[Row]) -> list[MemberResult]:
                 {int(row.seed): float(row.loss) for row in best},
                 {int(row.seed): row.text for row in best},
             ),
+            num_rates=len(by_rate),
             is_edge=len(by_rate) > 1 and best[0].learning_rate in edges,
             tokens_per_second=median(speeds) if speeds else math.nan,
             probes={name: fmean(values) for name, values in probed.items()},
@@ -136,10 +138,12 @@ def variant_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def variant_notes(results: Sequence[MemberResult]) -> list[str]:
     """Say what the columns are, and what they rest on."""
     costs = [float(row.C) for result in results for row in result.runs]
+    is_tuned = any(result.num_rates > 1 for result in results)
+    rates = "losses are at each member's best rate" if is_tuned else "one rate each, not tuned"
     range_of_costs = " to ".join(dict.fromkeys(map(flops_text, (min(costs), max(costs)))))
     notes = [
-        f"every run trained for {range_of_costs} FLOPs; losses are at each "
-        "member's best rate, tokens/s is the median of its runs: compare it only under equal load",
+        f"every run trained for {range_of_costs} FLOPs; {rates}; tokens/s is the median of a "
+        "member's runs: compare it only under equal load",
         NOTE.format(baseline_of(results).member).removesuffix("."),
     ]
     if tokens := {result.probes.get(f"{PROBED}position_tokens", 0) for result in results} - {0}:

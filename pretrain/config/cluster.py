@@ -113,6 +113,7 @@ class ClusterConfig:
         **{name: f"options: {{{name}: ...}}" for name in ("account", "qos", "mem", "constraint")},
         **dict.fromkeys(("modules", "module"), "setup: module load ..."),
         **dict.fromkeys(("time", "walltime"), "time_limit"),
+        **dict.fromkeys(("nodes", "nnodes", "numnodes"), "--nodes of 'launcher submit'"),
     }
     gpus_per_node: str = "0"
     """GPUs of a node, a rank each: 8, or h100:8 with Slurm's type; 0: a CPU cluster."""
@@ -172,6 +173,12 @@ class ClusterConfig:
                 "one kind"
             )
         _check_texts(self)
+        for mount in self.container_mounts:
+            if not mount.startswith("/") or set(mount) & set(":,"):
+                raise ConfigError(
+                    f"container_mounts: found {mount!r}, expected a directory, which is mounted "
+                    "under the same path; write it as /shared"
+                )
         if self.time_limit.isdecimal():  # Slurm reads minutes, most people seconds
             raise ConfigError(f"time_limit={self.time_limit} has no unit; write it as 24:00:00")
         if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * time_limit_seconds(self.time_limit):

@@ -19,7 +19,7 @@ model.memory_length, the tokens that a layer attends to before a segment <- mems
 data.segment_length times optim.gradient_segments <- tbptt truncatedbptt
 optim.steps = tokens / (data.lanes * data.segment_length); see 'pretrain describe' <- epochs
     numepochs numtrainepochs maxsteps maxiters trainiters trainsteps totalsteps trainsamples
-    totaltokens traintokens
+    totaltokens traintokens numtokens
 optim.steps; with schedule.shape=wsd its decay_steps <- lrdecayiters
 engine.compile <- torchcompile
 initial_weights; the same command resumes <- initfrom finetune pretrainedmodel
@@ -30,7 +30,7 @@ model.num_layers <- nlayer nlayers numhiddenlayers layers depth
 model.num_heads <- nhead nheads numattentionheads heads
 model.d_model <- nembd dim hiddensize width
 model.d_inner <- dff ffndim intermediatesize ffnhiddensize
-model.num_key_heads <- numquerygroups numkeyvalueheads nkvhead
+model.num_key_heads <- kvheads numkvheads numquerygroups numkeyvalueheads nkvhead
 optim.clip_norm <- gradclip clipgrad maxgradnorm maxnorm
 optim.betas <- beta1 beta2 adambeta1 adambeta2
 engine.precision <- dtype bf16 fp16 mixedprecision amp
@@ -46,20 +46,26 @@ optim.schedule.warmup_steps, in steps <- warmupratio warmupfraction
 data.path, of a built corpus <- datapath dataset datadir
 validation_fraction of a corpus ('data-pipeline settings validation') <- split
 model.init_std <- initmethodstd initializerrange
+optim.name <- optimizer optimizertype optimizername
 model.tie_embeddings <- tiewordembeddings untieembeddingsandoutputweights
 model.d_head <- headdim
 model.dropout <- residpdrop hiddendropout hiddendropoutprob
 name <- runname
 part of the corpus ('data-pipeline settings tokenizer') <- tokenizer tokenizertype tokenizerpath
-engine.attention_kernel <- useflashattn flashattention attnimplementation
-engine.zero_stage; layers are not split <- tensormodelparallelsize tpsize pipelinemodelparallelsize
+engine.attention_kernel <- useflashattn useflashattention flashattention attnimplementation
+engine.zero_stage; layers are not split <- tp tensorparallel pp tensormodelparallelsize
+    tpsize pipelinemodelparallelsize
     tensorparalleldegree pipelineparalleldegree sequenceparallel contextparalleldegree
     contextparallelsize
 --run-dir of 'launcher local' <- outputdir outdir rundir save folder dumpfolder rundirectory
 data (batches) and optim (steps, rate) <- train training trainer
 metrics.wandb_project <- wandb wandblog wandbproject reportto enablewandb
 --ranks of 'launcher local', --nodes of 'launcher submit', or a cluster file <- device gpus ddp
-    nproc nodes ranks worldsize cluster partition slurm numgpus nprocpernode nnodes gpuspernode
+    nproc nodes ranks worldsize cluster slurm numgpus nprocpernode nnodes gpuspernode
+in the cluster file, as a setting or in options <- partition account qos walltime constraint
+    containerimage
+nothing: jobs are requeued <- requeue
+engine.offload_optimizer <- cpuoffload optimizeroffload
 nothing: the same command resumes <- resume resumefromcheckpoint load ckpt
 evaluation.lanes <- evalbatchsize perdeviceevalbatchsize
 optim.epsilon <- adamepsilon eps

@@ -318,7 +318,7 @@ class RunDir:
                 f"{self.path} holds the run {self.identity.name!r} with other settings:\n  "
                 + "\n  ".join(f"{key}: {change}" for key, change in refused.items())
                 + f"\n'launcher resume {self.path}' keeps its settings; say what shall change; for "
-                f"another run: pretrain branch {self.path}@last NEW, or add name=NEW here"
+                f"another run: pretrain branch {self.path}@last NEW, or start one with name=NEW"
             )
 
     def refuse_other_files(self) -> None:

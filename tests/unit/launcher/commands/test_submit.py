@@ -29,6 +29,7 @@ from pretrain.config.run import DataConfig, RunConfig
 from pretrain.rundir.events import Outcome, Submitted, TrainingEnded
 from pretrain.rundir.run_dir import RunDir
 from tests.helpers.checkpoints import publish_step
+from tests.helpers.corpora import make_tiny_corpus
 from tests.helpers.jobs import fake_commands, job_of, listed, records, scripted
 from tests.helpers.metrics import train_line
 
@@ -203,6 +204,24 @@ def test_a_run_directory_that_others_can_write_is_not_submitted(files):
     with pytest.raises(ConfigError, match="775"), replaced_snapshot(RunDir(files / "run")):
         pass
     assert not (files / "run" / "slurm").exists()
+
+
+def test_a_corpus_that_is_too_small_is_refused_before_it_queues_unless_parts_are_elsewhere(
+    files, capsys
+):
+    enough, too_small = (
+        f"data.path={make_tiny_corpus(files / str(documents), documents=documents)}"
+        for documents in (60, 10)
+    )
+    assert submit(files, "--dry-run", enough) == 0
+    assert capsys.readouterr().err == ""
+    for more in (["--dry-run"], []):
+        assert submit(files, *more, too_small) == 2
+        assert "tokens are too few for 8 lanes" in capsys.readouterr().err
+    assert not (files / "run").exists()
+    elsewhere = f"evaluation.sets.code={files / 'code'}"
+    assert submit(files, "--dry-run", too_small, elsewhere) == 0
+    assert "evaluation.sets.code" in capsys.readouterr().err
 
 
 def test_corpora_that_are_not_on_this_host_are_warned_of_and_urls_are_not(tmp_path):

@@ -166,6 +166,13 @@ def test_of_nodes_that_do_not_divide_the_lanes_the_most_that_do_are_used(tmp_pat
     assert "only 2 " in note
 
 
+@pytest.mark.parametrize("mount", ["/a:/a", "/a:/b:ro", "a", "~/a", "/a,/b", ""])
+def test_a_mount_that_is_not_one_directory_is_refused(mount):
+    """A container's own syntax would be mounted at another path than the host's."""
+    with pytest.raises(ConfigError, match=r"container_mounts: found .*; write it as /shared"):
+        ClusterConfig(ranks_per_node=1, container_mounts=("/data", mount))
+
+
 @pytest.mark.parametrize(
     "cluster", [GPU, ClusterConfig(gpus_per_node="nvidia_a100-sxm4-80gb:8", partition="a,b")]
 )
