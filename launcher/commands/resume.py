@@ -79,10 +79,8 @@ def resume(
         )
     refuse_foreign_run(path)
     if state.is_active:
-        raise ConfigError(
-            f"nothing to resume: {path} is {state.description}; to change its settings, "
-            f"first 'launcher cancel {path}'"
-        )
+        stop = f"; to change its settings, first 'launcher cancel {path}'" if overrides else ""
+        raise ConfigError(f"nothing to resume: {path} is {state.description}{stop}")
     before, script = last_event(RunDir(path).ledger.read(), Submitted), Snapshot(path).script
     if before and "_" in before.job:
         raise ConfigError(f"{path} is a cell of a sweep; 'launcher sweep submit' starts it again")
