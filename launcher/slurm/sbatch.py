@@ -37,7 +37,7 @@ from pretrain.config.cluster import (
 from pretrain.config.devices import DEVICES
 from pretrain.config.evaluation_sets import evaluated_split
 from pretrain.config.phases import runs_of_phases
-from pretrain.config.resolve import resolve_if_built, with_precision, with_vocabulary
+from pretrain.config.resolve import resolve, with_precision, with_vocabulary
 from pretrain.config.run import RunConfig, accumulation_steps
 from pretrain.costs.device_memory import checkpoint_bytes, largest_footprint
 from pretrain.costs.fitting import advice
@@ -488,7 +488,7 @@ def resolve_here(config: RunConfig) -> RunConfig:
     Where this host lacks something that the run reads, the job checks the corpus.
     """
     is_here = all(os.path.exists(path / needed) for _, path, needed, _ in _local_reads(config))
-    return resolve_if_built(config) if is_here else with_vocabulary(config)
+    return resolve(config) if is_here else with_vocabulary(config)
 
 
 def _local_reads(config: RunConfig) -> list[tuple[str, Path, str, str]]:

@@ -173,12 +173,6 @@ class ClusterConfig:
                 "one kind"
             )
         _check_texts(self)
-        for mount in self.container_mounts:
-            if not mount.startswith("/") or set(mount) & set(":,"):
-                raise ConfigError(
-                    f"container_mounts: found {mount!r}, expected a directory, which is mounted "
-                    "under the same path; write it as /shared"
-                )
         if self.time_limit.isdecimal():  # Slurm reads minutes, most people seconds
             raise ConfigError(f"time_limit={self.time_limit} has no unit; write it as 24:00:00")
         if self.signal_seconds > _LARGEST_SIGNAL_FRACTION * time_limit_seconds(self.time_limit):
@@ -240,6 +234,12 @@ def _check_texts(cluster: ClusterConfig) -> None:
                     f"{name_of}: found a control character in {text[:80]!r}, expected one line of "
                     "plain text; write one line per entry"
                 )
+    for mount in cluster.container_mounts:
+        if not mount.startswith("/") or set(mount) & set(":,"):
+            raise ConfigError(
+                f"container_mounts: found {mount!r}, expected a directory, which is mounted under "
+                "the same path; write it as /shared"
+            )
     for name, value in cluster.environment.items():
         wanted = referenced_variable(value)
         if wanted is not None and not is_variable_name(wanted):

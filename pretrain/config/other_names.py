@@ -54,9 +54,8 @@ name <- runname
 part of the corpus ('data-pipeline settings tokenizer') <- tokenizer tokenizertype tokenizerpath
 engine.attention_kernel <- useflashattn useflashattention flashattention attnimplementation
 engine.zero_stage; layers are not split <- tp tensorparallel pp tensormodelparallelsize
-    tpsize pipelinemodelparallelsize
-    tensorparalleldegree pipelineparalleldegree sequenceparallel contextparalleldegree
-    contextparallelsize
+    tpsize pipelinemodelparallelsize tensorparalleldegree pipelineparalleldegree sequenceparallel
+    contextparalleldegree contextparallelsize
 --run-dir of 'launcher local' <- outputdir outdir rundir save folder dumpfolder rundirectory
 data (batches) and optim (steps, rate) <- train training trainer
 metrics.wandb_project <- wandb wandblog wandbproject reportto enablewandb
